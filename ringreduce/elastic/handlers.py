@@ -15,7 +15,13 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
 from ringreduce.elastic.commits import DiskCommits, LostCommitsError, SealedCommitsError, require_seen_by_all
-from ringreduce.elastic.kinds import LoaderStateHandler, OwnStateHandler, SamplerStateHandler, StateHandler
+from ringreduce.elastic.kinds import (
+    LoaderStateHandler,
+    OwnStateHandler,
+    ResumableStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+)
 from ringreduce.elastic.runs import ReplacedError
 from ringreduce.elastic.state import HostsUpdatedInterrupt, ObjectState
 from ringreduce.observe.fingerprints import fingerprint
@@ -23,7 +29,7 @@ from ringreduce.runtime import audited, collect_records, config, rank, record
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.data.epochs import EpochDivision
 from ringreduce.training.data.generators import Generators
-from ringreduce.training.data.resumable import is_loader
+from ringreduce.training.data.resumable import ResumableLoader, is_loader
 
 __all__ = ["HandlingState", "LoaderStateHandler", "OwnStateHandler", "SamplerStateHandler", "StateHandler"]
 
@@ -156,9 +162,10 @@ class HandlingState(ObjectState):
         if lacking:
             return f"lacks {', '.join(sorted(lacking))}; is it another program's?"
         objects = content["objects"]
-        self._places = {
-            name: objects[name + _OF_RANK_0] for name in _loaders(self._handlers) if name + _OF_RANK_0 in objects
-        }
+        for name in _loaders(self._handlers):
+            objects.pop(name, None)  # older commits have rank 0's there, as if it were that of all
+            if name + _OF_RANK_0 in objects:
+                self._places[name] = objects[name + _OF_RANK_0]
         try:
             self._take(content)
         except Exception as error:  # whatever a framework says of another model's state
@@ -196,6 +203,8 @@ class HandlingState(ObjectState):
             return SamplerStateHandler(value)
         if isinstance(value, Generators):
             return OwnStateHandler(value)
+        if isinstance(value, ResumableLoader):
+            return ResumableStateHandler(value)
         if is_loader(value):
             return LoaderStateHandler(value)
         return StateHandler(value) if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None

@@ -8,7 +8,6 @@ from typing import Any
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import rank, size
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
-from ringreduce.training.data.resumable import ResumableLoader
 
 
 class StateHandler:
@@ -117,27 +116,13 @@ class OwnStateHandler(StateHandler):
 
 
 class LoaderStateHandler(OwnStateHandler):
-    """Keeps a loader: each rank has its own place in the data.
+    """Keeps a loader: each rank has its own place in the data, and it needs the ranks that have used it."""
 
-    A `ResumableLoader` checks whether it can resume on other ranks. Any other loader needs the same ranks.
-    """
-
+    returns_new_state = False
     _size: int | None = None  # of the world in which it was used
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self.returns_new_state = isinstance(value, ResumableLoader)
-
-    def leave(self) -> None:
-        """Let its epoch go on when the program iterates again: the ranks leave the iteration that they are in."""
-        if isinstance(self.value, ResumableLoader):
-            self.value.go_on(self.value.state_dict())
 
     def sync(self) -> None:
         """Prepare it for the present ranks. Collective."""
-        if isinstance(self.value, ResumableLoader):
-            self.value.go_on(self.value.taken_over(allgather_object(self.value.place())))
-            return
         if {*allgather_object(self._size)} not in ({None}, {size()}):
             raise self._refusal()
         self._size = size()
@@ -145,20 +130,33 @@ class LoaderStateHandler(OwnStateHandler):
     def reset(self) -> None:
         self.sync()
 
+    def leave(self) -> None:
+        """Let its epoch go on when the program iterates again: the ranks leave the iteration that they are in."""
+
     def begin_elsewhere(self, state: Any) -> None:
         """Resume from rank 0's state, in a job of other ranks."""
-        if not isinstance(self.value, ResumableLoader):
-            raise self._refusal()
-        self.value.load_state_dict(state)
-
-    def _load(self, state: Any) -> None:
-        if isinstance(self.value, ResumableLoader):
-            self.value.go_on(state)
-        else:
-            super()._load(state)
+        raise self._refusal()
 
     def _refusal(self) -> ConfigError:
         return ConfigError(
             f"a {type(self.value).__name__} goes on with the ranks that have used it, and there are others now: start "
             "as many ranks again, or use ResumableLoader, with the DistributedSampler of ringreduce.torch"
         )
+
+
+class ResumableStateHandler(LoaderStateHandler):
+    """Keeps a `ResumableLoader`, which knows whether it can resume on other ranks."""
+
+    returns_new_state = True
+
+    def sync(self) -> None:
+        self._load(self.value.taken_over(allgather_object(self.value.place())))
+
+    def leave(self) -> None:
+        self._load(self._read())
+
+    def begin_elsewhere(self, state: Any) -> None:
+        self.value.load_state_dict(state)
+
+    def _load(self, state: Any) -> None:
+        self.value.go_on(state)

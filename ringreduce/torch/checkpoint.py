@@ -58,19 +58,19 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     complaint = f"the checkpoint {os.fspath(path)} cannot be written"
     samplers = {name: each for name, each in sorted(parts.items()) if isinstance(each, EpochDivision)}
     mine = {name: each.progress() for name, each in samplers.items()}
-    loaders = {name: each for name, each in parts.items() if _is_loader(each)}
+    loaders = {name: each for name, each in parts.items() if is_loader(each)}
     warn_of_lost_place(parts.values())
     everyone = _everyone((Generators().state_dict(), mine, _places(loaders)), _SAVING)
     generators, progress, places = zip(*everyone, strict=True)
-    _require_all_places(places, complaint)
-    known = _joined(samplers, progress, complaint)
+    known = {**_of_rank_0(places, complaint), **_joined(samplers, progress, complaint)}
     with suppress(Exception):  # rank 0 raises it below, if it concerns the file
         for each in parts.values() if rank_and_size()[0] else ():
             if getattr(each, "needs_whole_commits", False):
                 each.state_dict()  # for rank 0, where it is collective
 
     def write() -> None:
-        states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in parts.items()}
+        others = {name: each for name, each in parts.items() if name not in known}
+        states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in others.items()}
         states |= known
         content = {"format": _FORMAT, "parts": states, "generators": list(generators), "loaders": list(places)}
         buffer = io.BytesIO()
@@ -85,10 +85,6 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     _on_rank_0(write, complaint, _SAVING)
 
 
-def _is_loader(part: Any) -> bool:
-    return is_loader(part) and not isinstance(part, torch.utils.data.Sampler)
-
-
 def _places(loaders: Mapping[str, Any]) -> dict[str, Any] | str:
     """Return the state of each loader; a text: why one has none."""
     try:
@@ -97,16 +93,19 @@ def _places(loaders: Mapping[str, Any]) -> dict[str, Any] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _require_all_places(places: Sequence[dict[str, Any] | str], complaint: str) -> None:
-    """Raise a ConfigError if a loader has no state on some rank, or is no part there."""
+def _of_rank_0(places: Sequence[dict[str, Any] | str], complaint: str) -> dict[str, Any]:
+    """Return the states of rank 0's loaders; raise a ConfigError if some rank has none of one."""
+    states = []
     for each in places:
         if isinstance(each, str):
             raise ConfigError(f"{complaint}: {each}")
-    lacking = {name for each in places for name in each if any(name not in other for other in places)}
+        states.append(each)
+    lacking = {name for each in states for name in each if any(name not in other for other in states)}
     if lacking:
         raise ConfigError(
             f"{complaint}: all ranks have to pass their loaders, and some lack {', '.join(sorted(lacking))}"
         )
+    return states[0]
 
 
 def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
@@ -159,9 +158,8 @@ def load_checkpoint(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any
             each.load_state_dict(state)
     except Exception as caught:  # of somebody's class; the others must not go on as if it had gone well
         error = caught
-    failed = (
-        None if error is None else str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-    )
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    failed = None if error is None else f"{kind}{error}"
     if failures := [said for said in _everyone(failed, _LOADING) if said]:
         raise ConfigError(f"{complaint}: {failures[0]}") from error
     generators = content["generators"]

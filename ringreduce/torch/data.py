@@ -15,8 +15,9 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import count as count_progress
 from ringreduce.runtime import rank_and_size
 from ringreduce.training.data.repeated_epochs import RepeatedEpochs
+from ringreduce.training.data.resumable import checksum
 from ringreduce.training.data.shares import Batches, Ends
-from ringreduce.training.data.subsets import Subsets, checksum_of
+from ringreduce.training.data.subsets import Subsets
 
 
 class DistributedSampler(Sampler[Any]):
@@ -152,9 +153,9 @@ class Shard(IterableDataset[Any]):
     Args:
         source: yields the same samples in the same order on all ranks, each time it is iterated. If it is divided among
             the ranks already, rank 0 warns of it before one of the next steps of a `DistributedOptimizer`: the ranks
-            compare what ``repr`` shows of the first samples, as many as there are ranks, also those that a worker
-            process has read. They do so for the first Shard that is made, or in this process iterated, after `init`.
-            Samples with the same ``repr`` are not told apart.
+            compare a checksum of the first samples, as many as there are ranks, also those that a worker process has
+            read. They do so for the first Shard that is made, or in this process iterated, after `init`. Of arrays it
+            takes the elements at both ends.
         ends: as for `DistributedSampler`; with ``"repeat"`` the last samples of the source are the ones repeated, and a
             source shorter than the number of ranks is repeated as often as need be.
     """
@@ -180,7 +181,7 @@ class Shard(IterableDataset[Any]):
         number = 0
         while group := list(islice(samples, ranks)):
             if number == mine == 0 and self._checksum.item() < 0:
-                self._checksum.fill_(checksum_of(group))
+                self._checksum.fill_(checksum(group))
             if len(group) < ranks:
                 if self._ends == "drop":
                     return

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
@@ -98,40 +98,39 @@ class ResumableLoader(resumable.ResumableLoader[T]):
         return super()._of_epoch()
 
     def _rest(self, skipped: Callable[[], None]) -> Iterator[T]:
-        loader: Any = self._batches
-        if self._sampler is None and self._indices is None:
-            yield from super()._rest(skipped)
-            return
-        self._warn_of_workers(loader)
         if self._sampler is not None:
+            self._warn_of_workers()
             batches = self._of_epoch()
             self._sampler.start_at(self._samples)
             iterator = iter(batches)  # draws a seed for workers
             skipped()
             yield from iterator
-            return
-        indices = self._indices
-        assert indices is not None, "it has no sampler of ours"
+        elif self._indices is not None:
+            self._warn_of_workers()
+            yield from self._rest_by(self._indices, skipped)
+        else:
+            yield from super()._rest(skipped)
 
-        seed = self._seed
-        assert seed is not None, "the epoch has begun"
+    def _rest_by(self, indices: _Indices, skipped: Callable[[], None]) -> Iterator[T]:
+        seed = mixed(self._seed or 0, 1)
 
         def begin() -> None:  # workers that persist draw no number in later epochs, as they do in the first
-            self._generators.seed(mixed(seed, 1))
+            self._generators.seed(seed)
             self._set_own_states(self._own)
 
         def check(before: int) -> None:
             self._require_same(before)
-            if not loader.num_workers:  # else only the sampler draws from these, and it has just done so
+            if not self._loader.num_workers:  # else only the sampler draws from these, and it has just done so
                 skipped()
 
         indices.begin(begin, self._given, check)
         self._of_epoch()
-        for batch in _iterated_by(loader, indices):
+        for batch in _iterated_by(self._loader, indices):
             self._checksum = indices.checksums.popleft()
             yield batch
 
-    def _warn_of_workers(self, loader: Any) -> None:
+    def _warn_of_workers(self) -> None:
+        loader = self._loader
         seeded = any(isinstance(each, SeededDataset) for each in _nested(loader.dataset, "dataset", "datasets"))
         if (self._given or self._samples) and loader.num_workers and not seeded and rank_and_size()[0] == 0:
             _log.warning(
@@ -215,7 +214,7 @@ def warn_of_lost_place(kept: Iterable[Any]) -> None:
     if not numbers or _told or rank_and_size()[0]:
         return
     for each in kept:
-        if isinstance(each, EpochDivision) or resumable.is_loader(each):
+        if resumable.is_loader(each) or (isinstance(each, Sampler) and hasattr(each, "state_dict")):
             return
         if type(each) is int and any(number - 1 <= each <= number for number in numbers):
             return
@@ -267,6 +266,7 @@ class _Indices:
         for each in islice(indices, self._skip):
             before = resumable.checksum(each, before)
         self._skipped(before)
+        self._begun = self._skipped = _nothing  # they keep the loader, which has workers to end
         for each in indices:
             before = resumable.checksum(each, before)
             self.checksums.append(before)
@@ -326,9 +326,6 @@ class SeededDataset(Dataset[T]):
 
     def __getitem__(self, index: Any) -> T:
         generators = Generators()
-        before = generators.read()
-        generators.seed(mixed(self.seed, int(self._epoch), *map(int, np.ravel(index))))
-        try:
+        with generators.restored():
+            generators.seed(mixed(self.seed, int(self._epoch), *map(int, np.ravel(index))))
             return self.dataset[index]
-        finally:
-            generators.write(before)

@@ -11,8 +11,9 @@ import torch
 from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError
 from ringreduce.torch.data import DistributedSampler
+from ringreduce.training.data.resumable import checksum
 from ringreduce.training.data.shares import Ends
-from ringreduce.training.data.subsets import Subsets, checksum_of
+from ringreduce.training.data.subsets import Subsets
 
 
 class ShardSampler(DistributedSampler):
@@ -79,8 +80,8 @@ class ShardSampler(DistributedSampler):
             for each in seeded:
                 each.generator = None
         # Threads that read ahead, and ranks with fewer samples, may be an epoch ahead of other ranks' steps.
-        checksum = self._checksum
-        if checksum[0] < 0 or (self._ends != "uneven" and get_ident() == main_thread().ident):
-            checksum[0] = checksum_of(order)
-        Subsets.compare("order", lambda: checksum[0], self._place)
+        known = self._checksum
+        if known[0] < 0 or (self._ends != "uneven" and get_ident() == main_thread().ident):
+            known[0] = checksum(order)
+        Subsets.compare("order", lambda: known[0], self._place)
         return order

@@ -202,3 +202,45 @@ def test_a_loader_is_iterated_once_at_a_time() -> None:
     loader = ResumableLoader(lambda epoch: range(3))
     with pytest.raises(rr.ConfigError, match="iterated again"):
         list(zip(loader, loader, strict=False))
+
+
+class Places:
+    """A loader of somebody, with a place of its own."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.place, 9))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_every_rank_has_its_own_place_in_a_commit(
+    older: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has rank 0's alone, as commits had, is none: all ranks begin an epoch, and rank 0 says so."""
+    from ringreduce.torch.elastic import state as states
+
+    caplog.set_level("WARNING", logger="ringreduce")
+    folder = hvd.broadcast_object(str(tmp_path))
+    with monkeypatch.context() as patch:
+        if older:
+            patch.setattr(states, "_registry", [(Places, states.StateHandler), *states._registry])
+        first = hvd.elastic.TorchState(loader=Places(), epoch=3)
+        first.keep_on_disk(folder)
+        first.loader.place = 4 + hvd.rank()
+        first.commit()
+        assert first._disk is not None
+        first._disk.settle()
+        hvd.barrier()
+    again = hvd.elastic.TorchState(loader=Places(), epoch=0)
+    assert again.keep_on_disk(folder) is not None
+    assert (again.epoch, again.loader.place) == (3, 0 if older else 4 + hvd.rank())
+    found = [each for each in caplog.records if "keeps no place of loader" in each.getMessage()]
+    assert len(found) == (older and hvd.rank() == 0)

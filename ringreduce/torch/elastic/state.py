@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from ringreduce.elastic.handlers import HandlingState, LoaderStateHandler, SamplerStateHandler, StateHandler
+from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
 from ringreduce.torch import own_state
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
@@ -82,9 +82,7 @@ class TorchState(HandlingState):
         for kind, handler in _registry:
             if isinstance(value, kind):
                 return handler(value)
-        found = super()._find_handler(value)
-        is_sampler = isinstance(found, LoaderStateHandler) and isinstance(value, torch.utils.data.Sampler)
-        return StateHandler(value) if is_sampler else found  # of a sampler, all ranks have one state
+        return super()._find_handler(value)
 
 
 class _TensorsHandler(StateHandler):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,15 @@ class Generators:
         """Go on from there."""
         random.setstate(read[0])
         np.random.set_state(read[1])
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore those of the host at the end."""
+        before = self.read()
+        try:
+            yield
+        finally:
+            self.write(before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where they are, in plain numbers."""

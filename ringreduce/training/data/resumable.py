@@ -8,6 +8,7 @@ order is the same.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,9 @@ from ringreduce.runtime import rank_and_size
 from ringreduce.training.data.generators import Generators
 
 T = TypeVar("T")
+
+#: Of torch, which this does not import: what has a state, can be iterated, and is the same on all ranks.
+_NO_LOADERS = {"torch.nn.modules.module.Module", "torch.utils.data.sampler.Sampler"}
 
 _FEW = 64  # elements of an array that its checksum takes from either end
 
@@ -95,21 +99,19 @@ class ResumableLoader(Generic[T]):
             self._seed = self._generators.draw()
             self._own = self._own_states()
             self._world = rank_and_size()
-        outside = self._generators.read()
-        self._generators.seed(self._seed)
-        self._at = self._generators.read()
-        self._generators.write(outside)
+        with self._generators.restored():
+            self._generators.seed(self._seed)
+            self._at = self._generators.read()
         batches = self._rest(_nothing if at is None else partial(self._generators.write, at))
         while True:
-            outside = self._generators.read()
-            self._generators.write(self._at)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
-            finally:
-                self._at = self._generators.read()
-                self._generators.write(outside)
+            with self._generators.restored():
+                self._generators.write(self._at)
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                finally:
+                    self._at = self._generators.read()
             self._given += 1
             yield batch
             if self._iteration != mine:
@@ -174,10 +176,9 @@ class ResumableLoader(Generic[T]):
         """Return this rank's place in the data, with its generators."""
         at = None
         if self._at is not None:
-            outside = self._generators.read()
-            self._generators.write(self._at)
-            at = self._generators.state_dict()
-            self._generators.write(outside)
+            with self._generators.restored():
+                self._generators.write(self._at)
+                at = self._generators.state_dict()
         own = self._own_states() if self._seed is None and self._own is None else self._own
         return {**self.place(), "seed": self._seed, "own": own, "at": at}
 
@@ -207,10 +208,9 @@ class ResumableLoader(Generic[T]):
         self._world = state["rank"], state["ranks"]
         self._at = None
         if state["at"] is not None:
-            outside = self._generators.read()
-            self._generators.load_state_dict(state["at"])
-            self._at = self._generators.read()
-            self._generators.write(outside)
+            with self._generators.restored():
+                self._generators.load_state_dict(state["at"])
+                self._at = self._generators.read()
         self._goes_on = True
 
     def taken_over(self, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -248,11 +248,15 @@ def is_loader(value: Any) -> bool:
     """Return whether an object gives batches and keeps its place: it can be iterated, and has a state."""
     has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     is_batches = isinstance(value, Iterable) and not isinstance(value, Mapping)
-    return has_state and is_batches and not hasattr(value, "forward")  # as modules of torch have
+    kinds = {f"{each.__module__}.{each.__qualname__}" for each in type(value).__mro__}
+    return has_state and is_batches and not kinds & _NO_LOADERS
 
 
 def checksum(batch: Any, before: int = 0) -> int:
-    """Return a checksum of a batch: of all numbers and text, of arrays' dtypes, shapes and elements at both ends.
+    """Return a checksum, of 32 bits, of a batch.
+
+    Of all numbers and text; of arrays' dtypes, shapes and elements at both ends; of what other objects show by
+    ``repr``, without addresses.
 
     Args:
         batch: arrays of any framework in host memory, numbers, text, and containers of these.
@@ -260,11 +264,11 @@ def checksum(batch: Any, before: int = 0) -> int:
     """
     if isinstance(batch, Mapping):
         batch = [part for item in sorted(batch.items(), key=lambda item: str(item[0])) for part in item]
-    if isinstance(batch, (list, tuple)):
+    if isinstance(batch, (list, tuple)) and {*map(type, batch)} - {int}:
         for each in batch:
             before = checksum(each, before)
         return before
-    if batch is None or isinstance(batch, (str, bytes, int, float)):
+    if batch is None or isinstance(batch, (str, bytes, int, float, list, tuple)):
         return zlib.crc32(repr(batch).encode(), before)
     try:
         array = np.asarray(batch)
@@ -276,6 +280,6 @@ def checksum(batch: Any, before: int = 0) -> int:
         return zlib.crc32(f"{kind} {flat[:_FEW].tolist()} {flat[-_FEW:].tolist()}".encode(), before)
     before = zlib.crc32(f"{array.dtype} {array.shape}".encode(), before)
     if array.dtype.hasobject:
-        return before
+        return zlib.crc32(re.sub(" at 0x[0-9a-f]+", "", repr(batch)).encode(), before)
     flat = array.reshape(-1)
     return zlib.crc32(np.concatenate([flat[:_FEW], flat[-_FEW:]]).tobytes(), before)

@@ -8,7 +8,6 @@ before a step, as they do with hyper-parameters.
 from __future__ import annotations
 
 import logging
-import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -81,8 +80,3 @@ class Subsets:
                 self._found[kind] = lambda: -1
                 if rank == 0:
                     _log.warning(said.format(place=self._places.get(kind) or "an unknown line"))
-
-
-def checksum_of(samples: Any) -> int:
-    """Return a number of 32 bits for what samples show of themselves, their addresses left out."""
-    return zlib.crc32(re.sub(" at 0x[0-9a-f]+", "", repr(samples)).encode())
