@@ -22,7 +22,7 @@ from ringreduce.jax.calls import FUNCTIONS, Call, is_traced, is_tracing, name_he
 from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.lists import HostTrees, needs_host, unmapped
 from ringreduce.jax.ops import allreduce_of, reduce_gradients
-from ringreduce.jax.private import skips_what_is_not_finite
+from ringreduce.jax.private import around_that_skips
 from ringreduce.jax.steps import Step, Steps
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
@@ -106,7 +106,8 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
 
     Raises:
         ConfigError: an argument is wrong, or two do not go together. ``update`` raises it within
-            `optax.apply_if_finite`, by which ranks would leave out steps, each on its own.
+            `optax.apply_if_finite` and within `optax.MultiSteps` with ``should_skip_update_fn``, by which ranks would
+            leave out steps, each on its own.
     """
     with RequestBuilder("DistributedGradientTransformation", name, process_set):
         kind, factor = averaging(op, gradient_predivide_factor)
@@ -164,11 +165,13 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
 
 def _require_every_step() -> None:
     """Raise unless this step is made on all ranks, as far as that can be told."""
-    if is_tracing() and skips_what_is_not_finite():
+    around = around_that_skips() if is_tracing() else None
+    if around is not None:
+        function = around.partition(" ")[0]
         raise ConfigError(
-            "optax.apply_if_finite is around DistributedGradientTransformation: a rank that finds NaN would leave out "
-            "a step that the others make. Put it inside, where it sees the averages: "
-            "DistributedGradientTransformation(optax.apply_if_finite(...))"
+            f"{around} is around DistributedGradientTransformation: by its own gradients a rank would leave out a step "
+            "that the others make. Put it inside, where it sees the averages: "
+            f"DistributedGradientTransformation({function}(...))"
         )
 
 

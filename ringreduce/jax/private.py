@@ -97,36 +97,47 @@ def _codes_of(code: CodeType) -> Iterator[CodeType]:
 
 
 @cache
-def _codes_of_skips() -> frozenset[CodeType]:
-    code = getattr(getattr(optax, "apply_if_finite", None), "__code__", None)
+def _codes_in(function: str) -> frozenset[CodeType]:
+    """Return the code of a function of optax, given by its dotted name, and of those that it defines; none without."""
+    part: Any = optax
+    for name in function.split("."):
+        part = getattr(part, name, None)
+    code = getattr(part, "__code__", None)
     return frozenset() if code is None else frozenset(_codes_of(code))
 
 
-def skips_what_is_not_finite() -> bool:
-    """Return whether `optax.apply_if_finite` calls the code that asks, whose step it leaves out if it finds NaN.
+def around_that_skips() -> str | None:
+    """Return the transformation of optax that calls the code that asks, and may leave out its step; None: none does.
 
-    By the stack: a transformation is not told which one is around it, and the branches of a condition do not know on
-    what it depends. Without it, ranks that find NaN on their own are one collective behind from then on.
+    `optax.apply_if_finite` leaves out steps with NaN, and `optax.MultiSteps` those that its ``should_skip_update_fn``
+    rejects. By the stack: a transformation does not know which one is around it, and the branches of a condition do not
+    know on what it depends. Without it, ranks that leave out a step on their own are a collective behind from then on.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _codes_of_skips():
-            return True
+        if frame.f_code in _codes_in("apply_if_finite"):
+            return "optax.apply_if_finite"
+        if frame.f_code is optax.MultiSteps.update.__code__:
+            skips = getattr(frame.f_locals["self"], "_should_skip_update_fn", None)
+            if getattr(skips, "__code__", None) not in _codes_in("MultiSteps.__init__"):  # its own one skips nothing
+                return "optax.MultiSteps with should_skip_update_fn"
         frame = frame.f_back
-    return False
+    return None
 
 
 def _sees_skips() -> bool:
-    seen: list[bool] = []
+    seen: list[str | None] = []
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        seen.append(skips_what_is_not_finite())
+        seen.append(around_that_skips())
         return updates, state
 
     inner = optax.GradientTransformation(lambda params: (), update)
-    for each in (inner, optax.apply_if_finite(inner, 1)):
+    skipping = optax.MultiSteps(inner, 1, should_skip_update_fn=optax.skip_not_finite)
+    for each in (inner, optax.apply_if_finite(inner, 1), optax.MultiSteps(inner, 1), skipping):
         jax.eval_shape(lambda updates, each=each: each.update(updates, each.init(updates)), 1.0)
-    return seen == [False, True]
+    # The step that MultiSteps leaves out is traced, too, for its shapes.
+    return list(map(bool, seen[:2])) == [False, True] and not any(seen[2:4]) and any(seen[4:])
 
 
 def _programs_are_changed() -> bool:
@@ -157,7 +168,7 @@ PARTS = (
         _programs_are_changed,
         "ranks whose programs compute different things may mix the collectives of a function that is traced once",
     ),
-    Part("skips_what_is_not_finite", _sees_skips, "apply_if_finite around a transformation is not refused"),
+    Part("around_that_skips", _sees_skips, "apply_if_finite or MultiSteps around a transformation is not refused"),
     Part("foreign_interface", lambda: foreign_interface() == _MAJOR, "compiled programs cannot call collectives"),
 )
 
