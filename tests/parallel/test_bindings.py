@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from trainees.lists import Lists
 
+import ringreduce as rr
 from ringreduce.testing.late_training import LATE_CHECKS
 from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS, check_warm_up
 from ringreduce.testing.toy import Toy
 from ringreduce.testing.trainees import Make
 from ringreduce.testing.training import CHECKS
 from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_samples
+from ringreduce.training.binding.host import ArraySpec
+from ringreduce.training.compression.tensors import wire_format_of
+from ringreduce.training.optimizers.optimizer import ListTraining
 
 pytest.importorskip("torch")
 from trainees.with_torch import LocalTorch, Torch
@@ -60,3 +65,19 @@ def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
 @pytest.mark.parametrize("check", [*NODE_CHECKS, check_warm_up], ids=named)
 def test_local_training_of_nodes(nodes_of_two: None, check: Callable[..., None]) -> None:
     check(LocalTorch)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "int8", "int4"])
+def test_an_overflow_ends_with_its_step(nodes_of_one: None, wire: str) -> None:
+    """Of lists in host memory; of torch it is tested with other options, too."""
+    lengths = (3, 1, 70)
+    named = [(f"parameter {length}", ArraySpec((length,), np.float32)) for length in lengths]
+    training = ListTraining("lists", named, compression=wire_format_of(wire))
+    for step in range(4):
+        mine = [np.full(length, 1.0 + step, np.float32) for length in lengths]
+        if step == 1 and rr.rank() == 0:
+            mine[0] *= np.inf
+        averages = training.reduce(mine, None)
+        for length, average in zip(lengths, averages, strict=True):
+            if step != 1:  # each is the largest of its block, and its error that of a scale
+                np.testing.assert_allclose(average, np.full(length, 1.0 + step), rtol=2**-6)

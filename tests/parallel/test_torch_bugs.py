@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -256,3 +257,44 @@ def test_a_default_device_changes_nothing() -> None:
         _, counts = hvd.alltoall(rows.detach(), [2] * hvd.size())
     assert counts.tolist() == [2] * hvd.size()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+#: What rounding to a wire format changes at most in an average, as a part of the largest value: twice half a scale, or
+#: a part of the value, in each direction, as the errors of the step before are added.
+ROUNDING = {"fp16": 2**-9, "bf16": 2**-6, "fp8": 2**-2, "int8": 2.1 / 127, "int4": 2.1 / 7}
+MODES: tuple[dict[str, Any], ...] = (
+    *({}, {"overlap": True}, {"reduce_in": "backward"}, {"num_groups": 1}, {"gradient_predivide_factor": 2.0}),
+    *({"bucket_nbytes": 1}, {"staleness": 1}, {"split_updates": True}, {"shard": "node"}, {"shard": "all"}),
+)
+
+
+@pytest.mark.spread("options")
+@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize("wire", ROUNDING)
+def test_an_overflow_ends_with_its_step(nodes_of_one: None, wire: str, options: dict[str, Any]) -> None:
+    """A NaN stayed in the padding of a bucket, and a block that has one is NaN as a whole: in each later step, too."""
+    lengths = (3, 1, 5, 300)
+    overflow = 2
+
+    def gradients(rank: int, step: int) -> list[Any]:
+        return [torch.cos(torch.arange(length) + 10.0 * rank + step) for length in lengths]
+
+    parameters = [torch.nn.Parameter(torch.zeros(length)) for length in lengths]
+    optimizer = sgd(*parameters, compression=getattr(hvd.Compression, wire), **options)
+    for step in range(7):
+        with optimizer.writing() if "shard" in options else nullcontext(), torch.no_grad():
+            for parameter in parameters:
+                parameter.zero_()
+        optimizer.zero_grad()
+        mine = gradients(hvd.rank(), step)
+        if step == overflow and hvd.rank() == hvd.size() - 1:
+            mine[0] *= torch.inf
+        sum((parameter * each).sum() for parameter, each in zip(parameters, mine, strict=True)).backward()
+        optimizer.step()
+        averaged = step - options.get("staleness", 0)
+        if averaged in (-1, overflow):
+            continue
+        of_ranks = [gradients(rank, averaged) for rank in range(hvd.size())]
+        for parameter, *each in zip(parameters, *of_ranks, strict=True):
+            average = torch.stack(each).mean(0)
+            torch.testing.assert_close(-parameter.detach(), average, rtol=0, atol=ROUNDING[wire])

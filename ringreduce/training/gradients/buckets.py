@@ -17,6 +17,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
@@ -64,15 +65,33 @@ class Bucket:
         hooks: end with the bucket.
     """
 
-    __slots__ = ("_communicator", "_memory", "flat", "hooks", "itemsize", "numbers", "places", "reducer", "slots")
+    __slots__ = (
+        "_communicator",
+        "_memory",
+        "_padding",
+        "flat",
+        "hooks",
+        "itemsize",
+        "numbers",
+        "places",
+        "reducer",
+        "slots",
+    )
 
     def __init__(self, memory: Memory, parameters: Sequence[Any], communicator: Communicator) -> None:
         self._memory = memory
         self._communicator = communicator
-        starts = list(accumulate([padded(memory.kind(each)[1]) for each in parameters], initial=0))
+        lengths = [memory.kind(each)[1] for each in parameters]
+        starts = list(accumulate(map(padded, lengths), initial=0))
         self.flat, self.slots = memory.lay_out(communicator, parameters, starts)
         self.itemsize = itemsize = starts[-1] // max(len(self.flat), 1) or 1
         self.places = [slice(start // itemsize, end // itemsize) for start, end in pairwise(starts)]
+        ends = [start + length for start, length in zip(starts, lengths, strict=False)]
+        self._padding = [
+            slice(end // itemsize, next_start // itemsize)
+            for end, next_start in zip(ends, starts[1:], strict=True)
+            if end < next_start
+        ]
         self.numbers = list(range(len(self.slots)))
         self.reducer: Reducer | None = None
         self.hooks: list[Removable] = []
@@ -110,6 +129,7 @@ class Bucket:
         """
         looks = self._collect(self.slots)
         if zeros and max(looks, default=0) <= Look.EMPTY:
+            self.clear_padding()
             self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.EMPTY])
         return looks
 
@@ -168,6 +188,16 @@ class Bucket:
                 elsewhere.append((number, slot))
         self._move(gradients, elsewhere)
         self._clear(missing)
+
+    def clear_padding(self) -> None:
+        """Make what is between the gradients zero again, if the bucket travels in blocks that share a scale.
+
+        A NaN or an infinity in a block is a NaN in all of it once it is reduced. Gradients are replaced in the next
+        step, and the padding beside them would spread the NaN to them, in that step and all later ones.
+        """
+        if self.wire is not None and CODECS[self.wire].block > 1 and self._padding:
+            padding = [self.flat[part] for part in self._padding]
+            self._memory.pack(padding, [None] * len(padding))
 
     def apart(self) -> Bucket:
         """Return a bucket for the same gradients in memory of its own."""
@@ -403,8 +433,12 @@ class Buckets:
             text: likewise.
             buckets: they travel in one format.
             sent: what travels of each.
-            early: of a reduction before the step: ``speculative`` and ``within``, as for `InPlaceAllreduce`.
+            early: of a reduction before the step: ``speculative`` and ``within``, as for `InPlaceAllreduce`. Its
+                buckets have been collected, on a stream of their own perhaps.
         """
+        if not early:
+            for bucket in buckets:
+                bucket.clear_padding()
         operation = InPlaceAllreduce(
             name,
             text,
