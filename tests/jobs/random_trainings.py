@@ -81,8 +81,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first job (default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="how many (default: 1 2 3 4)")
     chosen = parser.parse_args()
-    # Plain trainings have the most to draw.
-    ways = chosen.ways or ["torch"] * 4 + [*TORCH, *(OTHERS if find_spec("tensorflow") and find_spec("jax") else [])]
+    # Plain trainings have the most to draw, and only those of JAX draw helpers that are called twice.
+    others = [*OTHERS, "jax"] if find_spec("tensorflow") and find_spec("jax") else []
+    ways = chosen.ways or ["torch"] * 4 + [*TORCH, *others]
     sizes = [(ranks, node) for ranks, node in product(chosen.ranks, ("", "1", "2")) if not node or ranks > int(node)]
     jobs = list(product(ways, sizes))
     random.Random(chosen.seed).shuffle(jobs)  # so that a training goes on in another way

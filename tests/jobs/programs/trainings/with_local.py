@@ -14,7 +14,7 @@ import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce.training.options.local_options import LocalOptions
 from trainings import episodes, exchanges
-from trainings.episodes import RANK, SIZE, Episode
+from trainings.episodes import PRIVATE, RANK, SIZE, Episode
 from trainings.exchanges import Exchanges, Weights
 from trainings.with_torch import OPTIMIZERS, Model, from_another_job
 
@@ -211,11 +211,16 @@ class Training(episodes.Training):
         }
 
     def compare(self) -> None:
-        """Compare this rank's weights and buffer; the ranks of a replica have the same bits."""
+        """Compare this rank's weights and buffer; the ranks of a replica have the same bits.
+
+        Then go on from equal ones, as a training that diverges makes much of rounding errors.
+        """
         found = {name: p.detach().numpy() for name, p in self.model.named_parameters()}
         values = self._values()[RANK]
         self.episode.compare(found, {name: values[name] for name in found}, 1e-8, self._replica())
         self.episode.compare({"seen": self.model.seen.numpy()}, {"seen": values["seen"]}, 1e-8, RANK)
+        for model, weights in zip(self.models, PRIVATE.allgather(self.model.state_dict()), strict=True):
+            model.load_state_dict(weights)
 
 
 def train(episode: Episode, way: str, folder: Path | None) -> int:

@@ -140,8 +140,12 @@ OPTIMIZERS: dict[str, Any] = {
     "Nested": partial(Nested, lr=0.02),
     "Muon": partial(torch.optim.Muon, lr=0.02),
 }
-#: Largest error of a wire format, as a part of the largest gradient of any rank.
+#: Largest error of a wire format, as a part of the largest gradient of any rank in one pass.
 WIRE_ERRORS = {"bf16": 0.03, "fp16": 0.01, "int8": 0.1}
+#: Largest error that int8 carries into later steps, likewise. Gradients of up to 3 passes are sent, and their average;
+#: each with the error that was carried before. Of each, rounding loses half a scale: 1 / 254 of the largest value, and
+#: more by the rounding of the scale to a bfloat16.
+_CARRIED = 2 * 3 / 240
 _TAKE_SPARSE = ["SGD", "Adagrad"]
 
 
@@ -164,13 +168,13 @@ class Training(episodes.Training):
         self.episode, self.way, self.number = episode, way, number
         torch.manual_seed(draw.randrange(1 << 30))
         self.dtype = torch.float64
-        sparse = way in ("torch", "samples") and draw.chance(0.2)
+        sparse = way in ("torch", "samples") and draw.chance(0.1)
         # What a plain training has besides; a deterministic sum has no wire format.
-        more = draw.choices(["wire format", "process set", "split updates", ""], [40, 30, 25, 5])[0]
+        more = draw.choices(["wire format", "process set", "split updates", ""], [44, 32, 20, 4])[0]
         if sparse or way != "torch" or (more == "wire format" and os.environ.get("RINGREDUCE_DETERMINISTIC")):
             more = ""
         self.options: dict[str, Any] = {}
-        self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS, *["Muon", "Nested"] * 3])
+        self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS, *["Muon"] * 6, *["Nested"] * 4])
         width, self.groups, added = draw.choice([1, 5, 40]), draw.chance(0.3), 0
         if saved is not None:
             sparse, self.make_name, width, self.groups, added = False, *saved["made"]
@@ -185,8 +189,10 @@ class Training(episodes.Training):
         self.by_backward = self.sums = False
         self.members = list(range(SIZE))  # ranks that reduce gradients together
         self.scaler: torch.amp.GradScaler | None = None
+        self.scale = 1.0  # of the gradients of this step
         self.wire = ""
         self.largest = 0.0  # gradient of any rank, in this step
+        self.carried = 0.0  # the largest error that a bucket may have kept of an earlier step, times the scale of that
         if way == "torch":
             self._draw_plain(more, sparse=sparse)
         elif way == "shard":
@@ -268,6 +274,7 @@ class Training(episodes.Training):
             weights = [(1.0 if self.sums else 1 / len(mine)) * (rank in mine) for rank in range(SIZE)]
         same = self.by_backward or draw.chance(0.6)
         self.largest = 0.0
+        self.scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         overflows = draw.randrange(SIZE) if draw.chance(0.2) and self.scaler is not None else None
         self._passes(draw.choice([1, 1, 1, 2, 3]), weights, same=same, overflows=overflows)
         skips = self.scaler is not None and not all(
@@ -318,12 +325,17 @@ class Training(episodes.Training):
                     self._pass_alone(rng, of_rank[rank], weights[rank] * factor)
 
     def _pass_alone(self, rng: np.random.Generator, uses: list[str], weight: float) -> None:
-        before = [p.grad.clone() if p.grad is not None else None for p in self.alone.parameters()] if self.wire else []
-        (self.alone.loss(rng, uses) * weight).backward()
-        for p, old in zip(self.alone.parameters(), before, strict=False):
-            if p.grad is not None and p.numel():
-                added = p.grad.to_dense() - (0.0 if old is None else old.to_dense())
-                self.largest = max(self.largest, float(added.abs().max()) / weight)
+        loss = self.alone.loss(rng, uses)
+        if not self.wire:
+            (loss * weight).backward()
+            return
+        parameters = [p for p in self.alone.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                p.grad = gradient * weight + (0.0 if p.grad is None else p.grad)
+                if p.numel():
+                    self.largest = max(self.largest, float(gradient.abs().max()))
 
     def _uses(self) -> list[str]:
         added = ["added"] if len(self.model.added) else []
@@ -465,7 +477,11 @@ class Training(episodes.Training):
         found, right = (
             {name: p.detach().numpy() for name, p in self._named(model)} for model in (self.model, self.alone)
         )
-        error = 0.1 * self.largest * WIRE_ERRORS[self.wire] * SIZE if self.wire else 0.0
+        error = 0.0
+        if self.wire:
+            error = 0.1 * (self.largest * WIRE_ERRORS[self.wire] * SIZE + self.carried / self.scale)
+            if self.wire == "int8":
+                self.carried = max(self.carried, self.largest * self.scale * _CARRIED * (SIZE if self.sums else 1))
         self.episode.compare(found, right, max(1e-8, error), self._replica)
         with torch.no_grad():
             for mine, alone in zip(self.model.parameters(), self.alone.parameters(), strict=True):
@@ -514,7 +530,8 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
         folder: has what an earlier job has saved, perhaps, and gets what this one saves; None: neither.
     """
     draw = episode.draw
-    file = None if folder is None or draw.chance(0.5) else folder / "training.pt"
+    begins = draw.chance(0.5)  # drawn in any case, or --only would make another training without a folder
+    file = None if folder is None or begins else folder / "training.pt"
     saved = from_another_job(file)
     trainings = [Training(episode, way, 0, saved)]
     trainings += [Training(episode, way, 1)] if draw.chance(0.3) else []
