@@ -14,7 +14,7 @@ from typing import Any
 
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.launch import SECRET_VARIABLE, VARIABLES, Launch
+from ringreduce.common.launch import VARIABLES, Launch
 from ringreduce.common.quantities import parse_nbytes
 
 #: Of ringreduce.
@@ -315,8 +315,8 @@ def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def may_show(name: str) -> bool:
-    """Return whether the value of a variable can be shown: it means something here, and is no secret; others may be."""
-    return name != SECRET_VARIABLE and any(name in meant for meant in _known().values())
+    """Return whether the value of a variable can be shown: it means something here; others may be secret."""
+    return any(name in meant for meant in _known().values())
 
 
 def _known() -> dict[str, AbstractSet[str]]:

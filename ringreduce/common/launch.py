@@ -78,11 +78,9 @@ VARIABLES = {
     f"RINGREDUCE_{name}"
     for name in (
         *("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "COMMIT_REPLICAS"),
-        *("MIN_NP", "RESET_LIMIT", "PULSE", "CALL", "FENCE", "MASTER_ADDR", "MASTER_PORT", "BEGUN"),
+        *("MIN_NP", "RESET_LIMIT", "PULSE", "FENCE", "MASTER_ADDR", "MASTER_PORT", "BEGUN"),
     )
 }
-#: Of these, the one that has a token.
-SECRET_VARIABLE = "RINGREDUCE_CALL"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,18 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import KEY_VARIABLE
 from ringreduce.common.libraries import require_library
 from ringreduce.launcher.agent_server import PYTHON, agent_server, as_worker, private_folder, worker_environment
-from ringreduce.launcher.call_server import VARIABLE, call_served, connected, leave_there
+from ringreduce.launcher.call_server import REQUESTS, VARIABLE, call_answers, fetch_call, leave_there
 from ringreduce.launcher.function import carry_out, make_call, pickled_call, results
+
+if TYPE_CHECKING:
+    from ringreduce.engines.slots import Slots
 
 __all__ = ["engine", "job_line", "on_hosts", "refuse_key", "run_on", "work_there"]
 
@@ -74,7 +77,7 @@ def on_hosts(hosts: Mapping[str, int]) -> list[str]:
 
 
 def run_on(
-    start: Callable[[str, str], int],
+    held: Slots,
     hosts: Mapping[str, int],
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -87,9 +90,9 @@ def run_on(
     """Call a function on new ranks on the hosts of an engine, and wait for them.
 
     Args:
-        start: as for `agent_server`. It is not called for this host.
-        hosts: slots by host, by names that `start` knows: addresses, or words without dots, as mpirun cuts names there;
-            none if the options have a program that lists them.
+        held: the slots of its hosts, which also listen for ranks. This host needs none.
+        hosts: slots by host, by names that ``held`` knows: addresses, or words without dots, as mpirun cuts names
+            there; none if the options have a program that lists them.
         fn, args: the call; pickled by cloudpickle, if it is installed.
         address: of this host, by which ranks reach it.
         options: more options of ``ringreduce run``; with ``--elastic``, ranks that die are survived.
@@ -108,13 +111,10 @@ def run_on(
     exported = [word for name in env or () for word in ("-x", name)]  # values are in no command line
     where = on_hosts(hosts) if hosts else []
     line = job_line([*where, *exported, *options], "ringreduce.engines", "work_there")
-    with (
-        private_folder() as folder,
-        call_served(address, call, folder) as server,
-        agent_server(start, folder) as environ,
-    ):
+    with private_folder() as folder, agent_server(held.start, folder) as environ:
+        held.answers |= dict.fromkeys(REQUESTS, call_answers(call, folder, size))
         # The folder is removed also where mpirun is killed, and leaves its files.
-        environ |= {"TMPDIR": str(folder), **worker_environment(address), **(env or {}), VARIABLE: server}
+        environ |= {"TMPDIR": str(folder), **worker_environment(address), **(env or {}), VARIABLE: held.ticket}
         return results(folder, size, carry_out(line, environ, folder=folder, size=size, look=look))
 
 
@@ -129,9 +129,7 @@ def work_there() -> None:
     as_worker()
     try:
         refuse_key()  # this host may have a setting of its own
-        with connected({"what": "call"}) as (_, stream):
-            call = stream.read()
-        result = make_call(call)
+        result = make_call(fetch_call())
     except BaseException:
         leave_there("failure", traceback.format_exc().encode())
         raise

@@ -90,8 +90,8 @@ def run(
     names = {f"dask-{rank}": worker for rank, worker in enumerate(workers)}
     url = urlsplit(client.scheduler.address)
     address = address_towards(url.hostname if url.hostname and url.scheme != "inproc" else "127.0.0.1")
-    with slots(address) as (held_slots, ticket):
-        tasks = _submit(client, ticket, names, data.shares(workers, held))
+    with slots(address) as held_slots:
+        tasks = _submit(client, held_slots.ticket, names, data.shares(workers, held))
         elastic = "--elastic" in options
         for task in tasks:  # it ends before the job only if it has failed, or somebody cancels it
             task.add_done_callback(lambda task: held_slots.close() if not elastic else None)
@@ -101,9 +101,7 @@ def run(
             env = {"OMP_NUM_THREADS": str(max(share, 1)), **(env or {})}
             hosts = dict.fromkeys(names, 1)
             with why_failed(look):
-                return run_on(
-                    held_slots.start, hosts, _call, call, address=address, options=options, env=env, look=look
-                )
+                return run_on(held_slots, hosts, _call, call, address=address, options=options, env=env, look=look)
         finally:
             held_slots.close()
             with suppress(Exception):  # the client may be closed, or have lost the scheduler

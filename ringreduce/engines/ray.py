@@ -21,9 +21,9 @@ from ringreduce.engines import engine, job_line, on_hosts, refuse_key
 from ringreduce.engines.ray_ranks import BeginsAgainError, RankActor, StandIn, StandIns
 from ringreduce.engines.ray_room import Room, room
 from ringreduce.launcher.agent_server import agent_server, private_folder, worker_environment
-from ringreduce.launcher.call_server import VARIABLE, requests_served
+from ringreduce.launcher.call_server import VARIABLE
 from ringreduce.launcher.function import begin, end
-from ringreduce.launcher.stand_ins import LEAVE
+from ringreduce.launcher.stand_ins import LEAVE, STAND_IN
 
 if TYPE_CHECKING:
     import subprocess
@@ -195,8 +195,8 @@ class RayExecutor:
         horovod = ["--horovod-variables"] if _HOROVOD in sys.modules else []
         line = job_line([*options, *horovod, *self._options], "ringreduce.launcher.stand_ins", "stand_in")
         environ = at_end.enter_context(agent_server(self._room.start, folder))
-        where = at_end.enter_context(requests_served(self._room.address, self._stand_ins.offer))
-        environ |= {"TMPDIR": str(folder), **worker_environment(self._room.address), VARIABLE: where}
+        self._room.slots.answers[STAND_IN] = self._stand_ins.offer
+        environ |= {"TMPDIR": str(folder), **worker_environment(self._room.address), VARIABLE: self._room.slots.ticket}
         begun: Future[subprocess.Popen[bytes]] = Future()
         stand_ins = self._stand_ins
 
@@ -267,8 +267,7 @@ class RayExecutor:
                 raise ConfigError(f"actors on {each.host} are in a container, where ringreduce cannot start ranks")
             gpus[each.host] += process.gpus
             with suppress(OSError):  # the job has ended already
-                each.stream.write(b"%d\n" % process.pid)
-                each.stream.flush()
+                each.connection.send_json(process.pid)
         modules = [name for name in (_HOROVOD,) if name in sys.modules]
         calls = {}
         for rank, each in self._ranks.items():
@@ -400,8 +399,7 @@ class RayExecutor:
             for each in self._ranks.values() if in_order else ():
                 each.leaves = True
                 with suppress(OSError):
-                    each.stream.write(LEAVE)
-                    each.stream.flush()
+                    each.connection.send_json(LEAVE)
                 each.actor.__ray_terminate__.remote()  # so that what is registered for its exit runs
             if in_order:
                 self._stand_ins.all_ended.wait(_TO_LEAVE_S)

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedRWPair
 from typing import Any, NamedTuple
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import pid_namespace
 from ringreduce.engines import engine
+from ringreduce.launcher.connection import TokenConnection
 from ringreduce.launcher.stand_ins import become
 
 __all__ = ["ActorProcess", "BeginsAgainError", "RankActor", "StandIn", "StandIns"]
@@ -38,7 +38,7 @@ class StandIn:
     host: str
     pids: str
     said: dict[str, str]
-    stream: BufferedRWPair
+    connection: TokenConnection
     actor: Any = None
     leaves: bool = False
     has_ended: bool = False
@@ -65,11 +65,11 @@ class StandIns:
         self._since = time.monotonic()
         self.all_ended = threading.Event()
 
-    def offer(self, request: Mapping[str, Any], stream: BufferedRWPair) -> None:
+    def offer(self, request: Mapping[str, Any], connection: TokenConnection) -> None:
         """Take one that has come, until it ends, or its host does not answer any more; then its actor is killed."""
         said = request["environ"]
         host, _, _ = request["host"].partition("/")
-        each = StandIn(int(said["OMPI_COMM_WORLD_RANK"]), host, request["pids"], said, stream)
+        each = StandIn(int(said["OMPI_COMM_WORLD_RANK"]), host, request["pids"], said, connection)
         job = int(said.get("RINGREDUCE_RESTART", 0))
         with self._changed:
             if job > self._job:
@@ -78,8 +78,8 @@ class StandIns:
                 self._since = time.monotonic()
             self._found[each.rank] = each
             self._changed.notify_all()
-        with suppress(OSError):  # its host is lost
-            stream.read(1)
+        with suppress(OSError, EOFError):  # its host is lost, or it has ended
+            connection.receive()
         with self._changed:
             each.has_ended = True
             self._changed.notify_all()

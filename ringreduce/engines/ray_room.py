@@ -67,19 +67,18 @@ class Room:
         bundle: resources of a bundle.
         ranks: of a bundle.
         slots: for daemons.
-        ticket: for tasks that hold these.
 
     Attributes:
+        slots: for daemons; they also listen for stand-ins.
         address: of this node, which needs no slot: mpirun is here.
     """
 
-    def __init__(self, ray: Any, bundle: Mapping[str, float], ranks: int, slots: Slots, ticket: str) -> None:
+    def __init__(self, ray: Any, bundle: Mapping[str, float], ranks: int, slots: Slots) -> None:
         self._ray = ray
         self._bundle = dict(bundle)
         self._ranks = ranks
         self._groups: list[Any] = []
-        self._slots = slots
-        self._ticket = ticket
+        self.slots = slots
         self._holders: dict[str, _Holder] = {}
         self._said: set[str] = set()  # the hosts whose tasks have ended, as users know
         self._numbers = itertools.count()
@@ -115,7 +114,7 @@ class Room:
         """Return the slots by host, of hosts where daemons can start; have others hold a slot."""
         places = self.places()
         self._hold(places)
-        ready = {host for host, each in self._holders.items() if self._slots.has(each.name)} | {self.address}
+        ready = {host for host, each in self._holders.items() if self.slots.has(each.name)} | {self.address}
         return Counter(each.host for each in places if each.host in ready)
 
     def _hold(self, places: list[RankPlace]) -> None:
@@ -135,7 +134,7 @@ class Room:
             name = f"{host}/{next(self._numbers)}"
             where = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
-            task = self._ray.remote(hold).options(**options).remote(self._ticket, name)
+            task = self._ray.remote(hold).options(**options).remote(self.slots.ticket, name)
             pause_s = _FIRST_PAUSE_S
             if last is not None and lasted_s < 2 * _LONGEST_PAUSE_S:
                 pause_s = min(2 * last.pause_s, _LONGEST_PAUSE_S)
@@ -167,7 +166,7 @@ class Room:
                 if why:
                     raise ConfigError(f"mpirun's daemon cannot start on {host}: {why}")
 
-        self._slots.wait([each.name for each in holders.values()], limit_s, look)
+        self.slots.wait([each.name for each in holders.values()], limit_s, look)
         return self.hosts()
 
     def start(self, host: str, command: str) -> int:
@@ -180,7 +179,7 @@ class Room:
         if host not in self._holders:
             raise ConfigError("no task of Ray holds a slot there")
         try:
-            return self._slots.start(self._holders[host].name, command)
+            return self.slots.start(self._holders[host].name, command)
         finally:
             self._list()  # before the launcher asks for hosts again
 
@@ -215,8 +214,8 @@ def room(
     Raises:
         ConfigError: there is none.
     """
-    with slots(str(ray.util.get_node_ip_address())) as (held, ticket):
-        made = Room(ray, bundle, ranks, slots=held, ticket=ticket)
+    with slots(str(ray.util.get_node_ip_address())) as held:
+        made = Room(ray, bundle, ranks, held)
         try:
             if not made.take(count, strategy).wait(limit_s):
                 raise ConfigError(

@@ -1,9 +1,9 @@
 """What runs mpirun's daemons on a node: a process beside the task of an engine that holds slots there.
 
-It reads its ticket, its name and the options of connections from standard input, and connects to the driver, whose
-commands it runs. It ends when the task ends, which closes that input, and when the driver does; then it ends all
-processes below it, and removes its folder, where daemons have their files. Its status is 0 only if the driver has said
-that it is to end. Its file takes the standard library alone, for a quick start.
+It reads its ticket, its name and the file of `ringreduce.launcher.connection` from standard input, and connects to the
+driver, whose commands it runs. It ends when the task ends, which closes that input, and when the driver does; then it
+ends all processes below it, and removes its folder, where daemons have their files. Its status is 0 only if the driver
+has said that it is to end. Its file takes the standard library alone, for a quick start.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 __all__ = ["DATA", "END", "FOLDER"]
@@ -26,11 +26,12 @@ __all__ = ["DATA", "END", "FOLDER"]
 FOLDER = "_RINGREDUCE_SLOT"
 #: The socket there, at which the task gives data to ranks.
 DATA = "data"
+#: What it asks the driver for: commands.
+SLOT = "slot"
 #: Comes in place of a command.
-END = b"end"
+END = "end"
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.05  # at commands that run
-_CONNECT_S = 30.0
 
 
 def _main() -> int:
@@ -39,13 +40,8 @@ def _main() -> int:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # are for the task, which ends this process
         signal.signal(each, lambda *_: None)  # if they were ignored, the ranks would ignore them, too
     try:
-        ticket, name, options = json.loads(sys.stdin.buffer.readline())
-        address, port, token = ticket.split("|")
-        with socket.create_connection((address, int(port)), _CONNECT_S) as driver:
-            driver.settimeout(None)
-            for option in options:
-                driver.setsockopt(*option)
-            driver.sendall(json.dumps({"token": token, "name": name}).encode() + b"\n")
+        ticket, name, file = json.loads(sys.stdin.buffer.readline())
+        with _module(file).connected(ticket, {"what": SLOT, "name": name}) as driver:
             try:
                 return 0 if _serve(driver) else 1
             finally:
@@ -54,8 +50,17 @@ def _main() -> int:
         shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
 
 
-def _serve(driver: socket.socket) -> bool:
-    """Run the commands that come, each a line with its number; answer with number and status when one has ended.
+def _module(file: str) -> Any:
+    """Return a module of the standard library's alone, whose package this process does not import."""
+    spec = spec_from_file_location("connection", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _serve(driver: Any) -> bool:
+    """Run the commands that come, each with its number; answer with number and status when one has ended.
 
     Returns:
         Whether the driver has said that this is to end; else the task has ended, or the connection.
@@ -64,27 +69,24 @@ def _serve(driver: socket.socket) -> bool:
     environ = {**os.environ, "PRTE_MCA_prte_tmpdir_base": os.environ[FOLDER]}
     waited: list[Any] = [0, driver]
     commands: dict[int, subprocess.Popen[bytes]] = {}
-    unread = b""
     while True:
         ready, _, _ = select.select(waited, [], [], _LOOK_EVERY_S if commands else None)
         if 0 in ready:
             return False
         if driver in ready:
             try:
-                piece = driver.recv(1 << 16)
-            except OSError:
+                asked = driver.receive_json()
+            except (OSError, EOFError):
                 return False
-            *lines, unread = (unread + piece).split(b"\n")
-            if not piece or END in lines:
-                return END in lines
-            for line in lines:
-                number, command = json.loads(line)
-                commands[number] = subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL, env=environ)
+            if asked == END:
+                return True
+            number, command = asked
+            commands[number] = subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL, env=environ)
         for number, process in list(commands.items()):
             if process.poll() is not None:
                 del commands[number]
                 with suppress(OSError):  # the next look finds that the driver has ended
-                    driver.sendall(b"%d %d\n" % (number, process.returncode))
+                    driver.send_json([number, process.returncode])
 
 
 def _end_all() -> None:

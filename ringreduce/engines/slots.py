@@ -17,15 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import slot_process
 from ringreduce.launcher import agent
-from ringreduce.launcher.agent_server import served, worker_environment
-from ringreduce.launcher.call_server import KEEPALIVE, requests_served
+from ringreduce.launcher import connection as connection_module
+from ringreduce.launcher.agent_server import worker_environment
+from ringreduce.launcher.call_server import VARIABLE
+from ringreduce.launcher.connection import TokenConnection, listening, served
 
 __all__ = ["Slots", "address_towards", "connection_to_task", "hold", "listed", "slots", "why_failed"]
 
@@ -38,13 +39,21 @@ _END_S = 10.0
 class Slots:
     """The slots of a job, by the name that mpirun has for each, as for a host.
 
+    Args:
+        ticket: by which tasks and ranks connect to this process.
+        answers: the attribute.
+
     Attributes:
+        ticket: the argument, a secret.
+        answers: what answers further requests, by ``what`` these ask for.
         lost: names of those whose tasks have ended before the job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ticket: str, answers: dict[str, Callable[[dict[str, Any], TokenConnection], object]]) -> None:
+        self.ticket = ticket
+        self.answers = answers
         self._changed = threading.Condition()
-        self._streams: dict[str, BufferedRWPair] = {}
+        self._connections: dict[str, TokenConnection] = {}
         self._statuses: dict[int, int] = {}
         self._started = 0
         self._is_closed = False
@@ -53,7 +62,7 @@ class Slots:
     def held(self) -> list[str]:
         """Return the names of the slots that are held, the first that came first."""
         with self._changed:
-            return [*self._streams]
+            return [*self._connections]
 
     def wait(self, names: Sequence[str] | int, limit_s: float, look: Callable[[], object]) -> None:
         """Wait for slots.
@@ -70,8 +79,8 @@ class Slots:
 
         def missing() -> list[str]:
             if isinstance(names, int):
-                return ["another"] * (count - len(self._streams))
-            return [name for name in names if name not in self._streams]
+                return ["another"] * (count - len(self._connections))
+            return [name for name in names if name not in self._connections]
 
         deadline = time.monotonic() + limit_s
         while True:
@@ -91,7 +100,7 @@ class Slots:
     def has(self, name: str) -> bool:
         """Return whether the slot of this name is held."""
         with self._changed:
-            return name in self._streams
+            return name in self._connections
 
     def start(self, host: str, command: str) -> int:
         """Run a command of a shell in a slot; return its status.
@@ -101,33 +110,32 @@ class Slots:
         """
         with self._changed:
             self._started = number = self._started + 1
-            if host in self._streams:
+            if host in self._connections:
                 with suppress(OSError):
-                    self._streams[host].write(json.dumps([number, command]).encode() + b"\n")
-                    self._streams[host].flush()
-            self._changed.wait_for(lambda: number in self._statuses or host not in self._streams)
+                    self._connections[host].send_json([number, command])
+            self._changed.wait_for(lambda: number in self._statuses or host not in self._connections)
             if number not in self._statuses and host in self.lost:
                 raise CollectiveError("the task there has ended")
             return self._statuses.pop(number, agent.UNREACHABLE)
 
-    def answer(self, request: dict[str, Any], stream: BufferedRWPair) -> None:
+    def answer(self, request: Mapping[str, Any], connection: TokenConnection) -> None:
         """Take what a slot says, until its connection ends."""
         name = request["name"]
         with self._changed:
-            if self._is_closed or name in self._streams or name in self.lost:
-                stream.write(slot_process.END + b"\n")  # an engine runs tasks again that have failed
+            if self._is_closed or name in self._connections or name in self.lost:
+                connection.send_json(slot_process.END)  # an engine runs tasks again that have failed
                 return
-            self._streams[name] = stream
+            self._connections[name] = connection
             self._changed.notify_all()
         try:
-            for line in stream:
-                number, status = map(int, line.split())
+            while True:
+                number, status = connection.receive_json()
                 with self._changed:
                     self._statuses[number] = status
                     self._changed.notify_all()
         finally:
             with self._changed:
-                del self._streams[name]
+                del self._connections[name]
                 if not self._is_closed:
                     self.lost.append(name)
                 self._changed.notify_all()
@@ -137,11 +145,10 @@ class Slots:
         with self._changed:
             if not self._is_closed:
                 self._is_closed = True
-                for stream in self._streams.values():
+                for connection in self._connections.values():
                     with suppress(OSError):
-                        stream.write(slot_process.END + b"\n")
-                        stream.flush()
-            self._changed.wait_for(lambda: not self._streams, _END_S)
+                        connection.send_json(slot_process.END)
+            self._changed.wait_for(lambda: not self._connections, _END_S)
 
 
 @contextmanager
@@ -184,23 +191,22 @@ def listed(hosts: Callable[[], Mapping[str, int]], folder: Path) -> Iterator[tup
 
 
 @contextmanager
-def slots(address: str) -> Iterator[tuple[Slots, str]]:
+def slots(address: str) -> Iterator[Slots]:
     """Listen for slots, as long as this context lasts; at its end they end.
 
     Args:
         address: of this process, by which nodes reach it.
 
-    Yields:
-        The slots, and the ticket that tasks have to show, a secret.
-
     Raises:
         ConfigError: this machine has no such address.
     """
-    made = Slots()
+    answers: dict[str, Callable[[dict[str, Any], TokenConnection], object]] = {}
     try:
-        with requests_served(address, made.answer) as ticket:
+        with listening(address, lambda request, connection: answers[request["what"]](request, connection)) as ticket:
+            made = Slots(ticket, answers)
+            answers[slot_process.SLOT] = made.answer
             try:
-                yield made, ticket
+                yield made
             finally:
                 made.close()
     except OSError as error:
@@ -257,12 +263,12 @@ def hold(ticket: str, name: str, give: Callable[[socket.socket], object] = lambd
             subprocess.Popen(
                 [sys.executable, "-I", "-S", slot_process.__file__],
                 stdin=subprocess.PIPE,
-                env={**os.environ, **worker_environment(name), slot_process.FOLDER: folder},
+                env={**os.environ, **worker_environment(name), slot_process.FOLDER: folder, VARIABLE: ticket},
                 start_new_session=True,
             ) as process,
         ):
             assert process.stdin is not None
-            process.stdin.write(json.dumps([ticket, name, KEEPALIVE]).encode() + b"\n")
+            process.stdin.write(json.dumps([ticket, name, connection_module.__file__]).encode() + b"\n")
             process.stdin.flush()
             process.wait()
     finally:

@@ -201,7 +201,7 @@ def run_elastic(
         why_failed(look),
     ):
         return run_on(
-            held.start,
+            held,
             {},
             _call,
             (fn, tuple(args), dict(kwargs or {})),
@@ -303,7 +303,7 @@ def _run_in_tasks(
         inside = _call if rows is None else _call_with_rows
         hosts = dict.fromkeys(names, 1)
         with why_failed(look):
-            results = run_on(held.start, hosts, inside, call, address=address, options=options, env=env)
+            results = run_on(held, hosts, inside, call, address=address, options=options, env=env)
         look()  # a task that has failed may have given its rank a part of its rows
         return results
 
@@ -334,8 +334,8 @@ def _held(
     deadline = time.monotonic() + limit_s
     wait_for_cores(context, num_proc, deadline)
     address = context.getConf().get("spark.driver.host", "127.0.0.1")
-    with slots(address) as (held, ticket):
-        job = TasksOfRanks(context, work(ticket))
+    with slots(address) as held:
+        job = TasksOfRanks(context, work(held.ticket))
         try:
             look = partial(job.look, () if survives else held.lost)
             held.wait(names, max(deadline - time.monotonic(), 1.0), look)

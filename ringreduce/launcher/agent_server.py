@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ringreduce.launcher import agent
+from ringreduce.launcher.connection import served
 
-__all__ = ["HOST", "PYTHON", "agent_server", "as_worker", "private_folder", "served", "worker_environment"]
+__all__ = ["HOST", "PYTHON", "agent_server", "as_worker", "private_folder", "worker_environment"]
 
 #: An engine's worker: its Python, its folder, its path of modules and its host, in the environment of ranks below it.
 #: mpirun passes none of these on to other hosts.
@@ -90,30 +90,6 @@ def _without_han(components: str) -> str:
     others = [each for each in names if each != "han"]
     is_of_used = not components.startswith("^") and others
     return ",".join(others) if is_of_used else "^" + ",".join([*others, "han"])
-
-
-@contextmanager
-def served(server: socket.socket, answer: Callable[[socket.socket], object]) -> Iterator[None]:
-    """Call a function with each connection to a listening socket, on a thread of its own; close the socket at the end.
-
-    Connections that break are the business of who made them.
-    """
-
-    def accept() -> None:
-        with suppress(OSError):  # closed
-            while True:
-                connection, _ = server.accept()
-                threading.Thread(target=each, args=(connection,), name="ringreduce answers", daemon=True).start()
-
-    def each(connection: socket.socket) -> None:
-        with connection, suppress(OSError, ValueError, EOFError):
-            answer(connection)
-
-    with ExitStack() as at_end:
-        at_end.callback(server.close)
-        at_end.callback(server.shutdown, socket.SHUT_RDWR)  # which ends accept
-        threading.Thread(target=accept, name="ringreduce accepts", daemon=True).start()
-        yield
 
 
 # ---- on the host of a rank ----

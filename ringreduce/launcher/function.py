@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.common.files import require_own
 from ringreduce.common.launch import launch, report_begin
 from ringreduce.common.processes import end_with_parent
 
@@ -356,6 +357,10 @@ def work() -> None:
             f"ringreduce.run: {os.uname().nodename} does not see {folder}, where the call is; set TMPDIR to a folder "
             "that all hosts share, or name the hosts"
         )
+    try:
+        require_own(folder)  # what is there is unpickled
+    except PermissionError as error:
+        sys.exit(f"ringreduce.run: {error}")
     place = f"{launch().restarts}-{launch().rank}"
     try:
         result = make_call((folder / "call").read_bytes())

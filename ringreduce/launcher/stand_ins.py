@@ -16,17 +16,20 @@ from pathlib import Path
 
 from ringreduce.common.processes import launcher, pid_namespace
 from ringreduce.launcher.agent_server import HOST
-from ringreduce.launcher.call_server import VARIABLE, connected
+from ringreduce.launcher.call_server import VARIABLE
+from ringreduce.launcher.connection import connected
 
-__all__ = ["LEAVE", "become", "stand_in"]
+__all__ = ["LEAVE", "STAND_IN", "become", "stand_in"]
 
 #: What mpirun, and `ringreduce run`, say to a rank.
 _HANDED = ("PMIX_", "OMPI_", "PRTE_", "OPAL_", "RINGREDUCE_", "HOROVOD_")
 _GROWS = "RINGREDUCE_RESTARTABLE"
 #: The number of the system call; glibc has a function for it since 2.30 only.
 _TGKILL = {"x86_64": 234, "ppc64le": 250}.get(os.uname().machine, 131)
+#: What a stand-in asks the program for: the number of the process that is the rank.
+STAND_IN = "stand-in"
 #: The program says by this that the end of the rank is a good one.
-LEAVE = b"leave\n"
+LEAVE = "leave"
 
 
 def stand_in() -> None:
@@ -35,13 +38,11 @@ def stand_in() -> None:
     The request to the program has ``environ``, for `become`; ``host``, the engine's name for it; ``pids``: the
     namespace of numbers of processes.
     """
-    environ = {name: value for name, value in os.environ.items() if name.startswith(_HANDED) and name != VARIABLE}
+    environ = {name: value for name, value in os.environ.items() if name.startswith(_HANDED)}
+    request = {"what": STAND_IN, "environ": environ, "host": os.environ[HOST], "pids": pid_namespace()}
     leaves = False
-    with (
-        suppress(OSError),
-        connected({"environ": environ, "host": os.environ[HOST], "pids": pid_namespace()}) as (connection, stream),
-    ):
-        process = int(stream.readline() or 0)
+    with suppress(OSError, EOFError), connected(os.environ[VARIABLE], request) as connection:
+        process = int(connection.receive_json())
         rank = os.pidfd_open(process)
         if _GROWS in environ:  # the launcher says by this signal that there are other hosts
             signal.signal(
@@ -58,9 +59,7 @@ def stand_in() -> None:
             if daemon in ready:
                 break
             if connection.fileno() in ready:
-                if connection.recv(len(LEAVE)) != LEAVE:  # the program has ended
-                    break
-                leaves = True
+                leaves = connection.receive_json() == LEAVE  # or the program has ended, and this raises
                 waiting.unregister(connection)
             elif rank in ready:
                 break

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 #: In the environment of what a job starts: the daemons and ranks on nodes; mpirun, and what starts it.
-_OF_JOBS = (b"_RINGREDUCE_SLOT=", b"RINGREDUCE_CALL=")
+_OF_JOBS = (b"_RINGREDUCE_SLOT=", b"_RINGREDUCE_TICKET=")
 #: Parts of command lines, by what runs there.
 _WORDS = {
     "rank": "work_there()",

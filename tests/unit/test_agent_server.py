@@ -1,4 +1,4 @@
-"""How mpirun's daemons are started by a function, and how ranks find the program."""
+"""How mpirun's daemons are started by a function."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import os
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-from io import BufferedRWPair
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ringreduce.launcher.agent_server import agent_server, private_folder
-from ringreduce.launcher.call_server import VARIABLE, call_served, connected, leave_there, requests_served
 
 
 def asked(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -103,45 +99,3 @@ def _keeper_of(folder: Path) -> str:
         except OSError:
             continue  # it has ended
     raise AssertionError("there is no keeper")
-
-
-def test_ranks_fetch_the_call_and_leave_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result that is cut short is not kept; a rank without the token gets nothing."""
-    call = os.urandom(3_000_000)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
-    with call_served("127.0.0.1", call, tmp_path) as where:
-        monkeypatch.setenv(VARIABLE, where)
-        with connected({"what": "call"}) as (_, stream):
-            assert stream.read() == call
-        leave_there("result", call)
-        with connected({"what": "result", "job": 0, "rank": 6, "nbytes": 10}) as (connection, stream):
-            stream.write(b"short")
-            stream.flush()
-            connection.shutdown(socket.SHUT_WR)
-            assert stream.read() == b""
-        monkeypatch.setenv(VARIABLE, where[:-1] + "x")
-        with connected({"what": "call"}) as (_, stream):
-            assert stream.read() == b""
-    assert (tmp_path / "0-5.result").read_bytes() == call
-    assert [each.name for each in tmp_path.glob("*.result")] == ["0-5.result"]
-    with pytest.raises(OSError, match="refused"), connected({"what": "call"}):
-        pass
-
-
-def test_requests_are_answered_at_the_same_time() -> None:
-    """One that waits for the other does not hold it up."""
-    came: list[Any] = []
-
-    def answer(request: dict[str, Any], stream: BufferedRWPair) -> None:
-        came.append(stream)
-        if len(came) == 2:
-            for each in came:
-                each.write(b"both\n")
-                each.flush()
-        stream.read(1)
-
-    with pytest.MonkeyPatch.context() as patch, requests_served("127.0.0.1", answer) as where:
-        patch.setenv(VARIABLE, where)
-        with connected({}) as (_, one), connected({}) as (_, other):
-            assert one.readline() == other.readline() == b"both\n"

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from io import BufferedRWPair
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ringreduce.engines.slots import hold, slots
-from ringreduce.launcher.call_server import requests_served
+from ringreduce.launcher.connection import listening
 
 
 def test_a_slot_runs_commands_until_its_job_ends() -> None:
     """Its task then ends well."""
     with ThreadPoolExecutor(1) as pool:
-        with slots("127.0.0.1") as (held, ticket):
-            task = pool.submit(hold, ticket, "a")
+        with slots("127.0.0.1") as held:
+            task = pool.submit(hold, held.ticket, "a")
             held.wait(["a"], 30.0, lambda: None)
             assert held.start("a", "exit 3") == 3
         task.result(30.0)
@@ -28,13 +26,13 @@ def test_a_slot_runs_commands_until_its_job_ends() -> None:
 def test_a_task_whose_connection_is_lost_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the engine runs it again; and so does one whose driver is not there."""
 
-    def breaks(request: dict[str, Any], stream: BufferedRWPair) -> None:
+    def breaks(*request: object) -> None:
         pass
 
     with tempfile.TemporaryDirectory(prefix="rr", dir="/tmp") as folder:  # paths of sockets have to be short
         monkeypatch.setattr("tempfile.tempdir", folder)
         said = r"driver at 127\.0\.0\.1"
-        with requests_served("127.0.0.1", breaks) as ticket, pytest.raises(ConnectionError, match=said):
+        with listening("127.0.0.1", breaks) as ticket, pytest.raises(ConnectionError, match=said):
             hold(ticket, "a")
         with pytest.raises(ConnectionError, match=said):
             hold(ticket, "a")

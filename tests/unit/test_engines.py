@@ -10,6 +10,7 @@ import pytest
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.engines import engine, run_on
+from ringreduce.engines.slots import slots
 from ringreduce.ray import RayExecutor
 
 
@@ -27,8 +28,8 @@ def test_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         monkeypatch.setenv("RINGREDUCE_KEY_FILE", "/no/such/key")
     options = {"option": ["--encrypt"], "option of a file": ["--encrypt=/no/such/key"]}.get(how, [])
     variables = {"RINGREDUCE_KEY_FILE": "/no/such/key"} if how == "variable" else {}
-    with pytest.raises(ConfigError, match="not for ranks on Ray, Spark and Dask"):
-        run_on(lambda host, command: 0, {"h": 1}, print, address="127.0.0.1", options=options, env=variables)
+    with slots("127.0.0.1") as held, pytest.raises(ConfigError, match="not for ranks on Ray, Spark and Dask"):
+        run_on(held, {"h": 1}, print, address="127.0.0.1", options=options, env=variables)
     with pytest.raises(ConfigError, match="not for ranks on Ray, Spark and Dask"):
         RayExecutor(num_workers=1, options=options).start(extra_env_vars=variables)
 
