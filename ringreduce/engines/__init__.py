@@ -47,9 +47,9 @@ def refuse_key(options: Sequence[str] = (), variables: Collection[str] = ()) -> 
     asked = [word for word in options if word.partition("=")[0] in ("--encrypt", KEY_VARIABLE)]
     if asked or KEY_VARIABLE in variables or Config.from_environ().key_file is not None:
         raise ConfigError(
-            f"{KEY_VARIABLE} and --encrypt are not for ranks on Ray, Spark and Dask: the token by which these get the "
-            "function and send results is not encrypted there, and who reads it can run code as this user. Start the "
-            "job by `ringreduce run --encrypt`, or put the network into a tunnel (WireGuard, IPsec) and unset the key"
+            f"{KEY_VARIABLE} and --encrypt are not for ranks on Ray, Spark and Dask: the function and the results of "
+            "these are not encrypted there, and the engine carries their token. Start the job by `ringreduce run "
+            "--encrypt`, or put the network into a tunnel (WireGuard, IPsec) and unset the key"
         )
 
 

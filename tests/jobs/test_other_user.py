@@ -425,3 +425,25 @@ def test_a_folder_of_the_job(other: Other, place: Path, is_his: bool) -> None:
     assert done.stdout == f"{None if is_his else path}\n"
     assert kept.read_text() == "keep"
     assert (path / "ringreduce-process-0").is_symlink() == is_his
+
+
+#: Leaves a call in a folder of his that all may write to; it makes a file once it is unpickled.
+LEAVES_A_CALL = r"""
+import os, sys
+folder, proof = sys.argv[1:]
+os.umask(0)
+os.mkdir(folder)
+with open(f"{folder}/call", "wb") as file:
+    file.write(f"cos\nsystem\n(S'touch {proof}'\ntR.".encode())
+"""
+
+
+def test_a_call_in_his_folder(other: Other, place: Path) -> None:
+    """A worker loads no pickle from a folder of his."""
+    folder, proof = place / "ringreduce-run-x", place / "ran"
+    other.does(LEAVES_A_CALL, folder, proof)
+    work = [sys.executable, "-c", "from ringreduce.launcher.function import work; work()", str(folder)]
+    done = subprocess.run(work, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"ringreduce.run: {folder} belongs to user {other.uid}")
+    assert not proof.exists()
