@@ -31,8 +31,6 @@ from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
 from ringreduce.observe.audit import loaded_versions
 
-__all__ = ["Bench", "describe_machine", "run"]
-
 _PROBES = 3  # timed calls of each candidate for the bound
 _POISON = 0xFF  # a NaN in every float type, -1 or the largest number in the others
 

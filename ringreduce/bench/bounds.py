@@ -20,8 +20,6 @@ from ringreduce.bench.measure import Contender, time_in_turn
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import CollectiveTimeoutError
 
-__all__ = ["HostBounds", "traffic"]
-
 Array = npt.NDArray[Any]
 
 _BLOCK = 1 << 15  # elements of float32: two blocks of 128 KiB stay in a core's second-level cache

@@ -21,19 +21,6 @@ import numpy.typing as npt
 from ringreduce.buffers import DTYPES, DType, new
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = [
-    "COLLECTIVES",
-    "NCCL_TYPES",
-    "OPS",
-    "TYPES",
-    "Case",
-    "MeasuredCollective",
-    "Reference",
-    "native_dtype",
-    "rest_value",
-    "sizes",
-]
-
 Array = npt.NDArray[Any]
 
 #: The types of nccl-tests, which ``-d all`` means.

@@ -21,20 +21,6 @@ from ringreduce.collectives.pickles import gather
 from ringreduce.gpu.cupy_driver import CupyDriver, cupy_tools
 from ringreduce.gpu.devices import STAGED
 
-__all__ = [
-    "Device",
-    "LibraryMessages",
-    "OnGpu",
-    "OnHost",
-    "Ours",
-    "Tools",
-    "device_operand",
-    "giving",
-    "in_one",
-    "pattern",
-    "room",
-]
-
 Array = npt.NDArray[Any]
 
 

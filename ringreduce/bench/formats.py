@@ -19,21 +19,6 @@ from ringreduce.bench.cases import COLLECTIVES
 from ringreduce.bench.results import Machine, Report, Result, Row, Settings
 from ringreduce.common.quantities import format_nbytes, plural
 
-__all__ = [
-    "WRITERS",
-    "CsvWriter",
-    "JsonWriter",
-    "NcclWriter",
-    "OsuWriter",
-    "ShortWriter",
-    "Writer",
-    "cells_of",
-    "comments",
-    "csv_of",
-    "heads_of",
-    "to_json",
-]
-
 _CSV_COLUMNS = [
     *("collective", "size", "count", "type", "redop", "root", "algorithm", "transport", "buffers", "in_place"),
     *("iterations", "time_us_min", "time_us_median", "time_us_p95", "alg_bw", "bus_bw", "nwrong", "bound_share"),

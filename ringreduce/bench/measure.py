@@ -23,21 +23,6 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.reduce_ops import MAX
 
-__all__ = [
-    "CallStopwatch",
-    "Contender",
-    "Noise",
-    "NoiseFound",
-    "ProcessorTimes",
-    "Stopwatch",
-    "Summary",
-    "iterations_for",
-    "time_in_turn",
-    "turn_for",
-    "usage",
-    "warmup_for",
-]
-
 Array = npt.NDArray[Any]
 
 

@@ -35,8 +35,6 @@ from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.reduce_ops import MAX, SUM
 from ringreduce.observe.resources import resident_nbytes
 
-__all__ = ["MODES", "Mode", "hidden", "run_mode"]
-
 #: Begins an allreduce of a torch tensor; see `peers.Peer.start`.
 Start = Callable[[Any], Callable[[], object]]
 

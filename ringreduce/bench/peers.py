@@ -30,8 +30,6 @@ from ringreduce.common.libraries import INSTALL_MPI
 from ringreduce.common.quantities import plural
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM
 
-__all__ = ["PEERS", "GlooPeer", "MpiPeer", "Peer", "StagedMpi", "gloo_process_group", "mpi_library"]
-
 Array = npt.NDArray[Any]
 
 

@@ -22,19 +22,6 @@ from ringreduce.common.quantities import format_nbytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "curve_style",
-    "curves",
-    "figure",
-    "page",
-    "panels",
-    "require_matplotlib",
-    "save",
-    "size_axis",
-    "to_svg",
-    "write",
-]
-
 _CURVES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "amber", "sky", "grey")]
 _LINES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 _DASHES = (*_LINES, *_LINES, _LINES[3], _LINES[1])  # of ten curves, like the markers

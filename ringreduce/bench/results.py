@@ -10,8 +10,6 @@ from typing import Any
 from ringreduce.bench.cases import COLLECTIVES, Case
 from ringreduce.bench.measure import Summary
 
-__all__ = ["CaseBound", "Machine", "Report", "Result", "Row", "Settings"]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -41,8 +41,6 @@ from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
 from ringreduce.runtime.worlds import tuning_key
 
-__all__ = ["SIZES", "Measure", "Sample", "calls_of", "distinct", "fit", "tune"]
-
 Array = npt.NDArray[Any]
 
 #: What is measured: times of each algorithm in seconds, given ``(nbytes, algorithms, iterations)``. Collective; the

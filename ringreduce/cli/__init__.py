@@ -22,9 +22,6 @@ from ringreduce.common.errors import ConfigError, ForeignFileError, RingReduceEr
 from ringreduce.common.launch import launch
 from ringreduce.observe.audit import AuditRecord
 
-__all__ = ["main"]
-
-
 #: Where each command is. A module is imported when a command of it is asked for: `run` needs none of the others.
 _PLACES = {
     "audit": "audits.audit",

@@ -12,8 +12,6 @@ from ringreduce.common.launch import launch
 from ringreduce.doctor import audit_report
 from ringreduce.observe.audit_chain import Examination, examine
 
-__all__ = ["audit", "reproduce"]
-
 _FILE = click.Path(exists=True, dir_okay=False)
 
 

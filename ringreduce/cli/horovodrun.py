@@ -19,8 +19,6 @@ from ringreduce.cli import main as ringreduce_main
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import read_file
 
-__all__ = ["CommandLine", "main", "parser", "read"]
-
 #: A row for each option: its names; what its value is called, if it takes one; what becomes of it; what it does here.
 _TABLE = """
 -np --num --num-proc | N | run -np | how many ranks

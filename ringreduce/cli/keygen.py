@@ -9,8 +9,6 @@ import click
 
 from ringreduce.common.keys import write_secret
 
-__all__ = ["command", "default_key_file"]
-
 
 def default_key_file() -> Path:
     """Return where a user's key is, by the XDG base directory specification."""

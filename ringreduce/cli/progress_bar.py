@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["ProgressLine", "bytes_bar"]
-
 _EVERY_S = 5.0  # between two lines
 _MB = 10**6
 

@@ -24,8 +24,6 @@ from ringreduce.elastic.commit_store import CommitStore
 from ringreduce.observe import job_report
 from ringreduce.observe.audit import AuditRecord
 
-__all__ = ["compare", "doctor", "export", "timeline", "top"]
-
 
 @click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the findings, and what they were made of.")

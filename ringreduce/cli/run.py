@@ -33,8 +33,6 @@ from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
 from ringreduce.observe.trace_file import collect
 
-__all__ = ["Parsed", "command"]
-
 #: What one would do comes first; the options fill several screens.
 _HELP = """Start PROGRAM as several ranks, which train together.
 

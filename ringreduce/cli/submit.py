@@ -13,8 +13,6 @@ from ringreduce.cli.run import command as run
 from ringreduce.cli.wrong_options import guess, options_of
 from ringreduce.launcher.job_files import KINDS, Asked, submit
 
-__all__ = ["command"]
-
 #: Of elastic jobs of Slurm: it signals up to a minute early, and a job that stops before it trains is queued for ever.
 _SHORTEST_S = 600
 

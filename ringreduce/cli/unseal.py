@@ -12,8 +12,6 @@ from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import open_file, replace_file
 from ringreduce.common.sealed_files import DISK_VARIABLE, disk_keys
 
-__all__ = ["command"]
-
 
 @click.command("unseal", short_help="Open a sealed file.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 import click
 
-__all__ = ["Command", "ProgramCommand", "RankCommand", "guess", "options_of"]
-
 _RANKS = re.compile("--?np+|--num-proc")
 _HOSTS = re.compile(r"[\w.-]+:\d+(,[\w.-]+(:\d+)?)*")
 #: Of `ringreduce run`, the options that programs have none of: a name, and what its value is like; None: there is none.

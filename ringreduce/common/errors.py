@@ -23,24 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = [
-    "ChangedMessageError",
-    "CollectiveError",
-    "CollectiveTimeoutError",
-    "ConfigError",
-    "ForeignFileError",
-    "MismatchError",
-    "NotFiniteError",
-    "PeerLostError",
-    "RingReduceError",
-    "ShutdownError",
-    "TransportError",
-    "UnsupportedBufferError",
-    "during",
-    "name_ranks",
-    "since",
-]
-
 
 class RingReduceError(RuntimeError):
     """Base of every error that ringreduce raises on purpose."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-__all__ = ["COLOURS", "html_page", "html_table"]
-
 #: Colours that people who are colour-blind can tell apart, too, on white and on black (those of Okabe and Ito).
 COLOURS = {
     **{"blue": "#0072b2", "orange": "#d55e00", "green": "#009e73", "purple": "#cc79a7", "yellow": "#f0e442"},

@@ -15,8 +15,6 @@ from typing import NoReturn
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.libraries import require_library
 
-__all__ = ["KEY_NBYTES", "KEY_VARIABLE", "Secret", "read_secret", "require_private", "write_secret"]
-
 KEY_VARIABLE = "RINGREDUCE_KEY_FILE"
 #: Of a secret, and of each key that is derived from it: AES-256 takes so many.
 KEY_NBYTES = 32

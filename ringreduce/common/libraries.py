@@ -8,18 +8,6 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = [
-    "FRAMEWORKS",
-    "INSTALL_CUPY",
-    "INSTALL_MPI",
-    "Framework",
-    "cupy_command",
-    "is_older",
-    "mpi_command",
-    "require_framework",
-    "require_library",
-]
-
 
 class Framework(NamedTuple):
     """A library that a binding is for.

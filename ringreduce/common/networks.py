@@ -8,8 +8,6 @@ from contextlib import suppress
 from ipaddress import IPv4Address
 from pathlib import Path
 
-__all__ = ["FILES", "in_use", "own_text", "own_to_each", "read_interfaces"]
-
 #: Where the kernel lists networks and addresses: their texts, one after the other, are what `read_interfaces` reads.
 FILES = ("/proc/net/route", "/proc/net/fib_trie")
 _ROUTE = re.compile(r"^(\S+)\s+([0-9A-F]{8})\s+00000000\s+(?:\S+\s+){4}([0-9A-F]{8})\s", re.MULTILINE)

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["Part", "lacking", "missing"]
-
 
 class Part(NamedTuple):
     """A private part of a library that a binding touches.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_nbytes", "format_seconds", "parse_nbytes", "parse_rate", "parse_seconds", "parse_share", "plural"]
-
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"([0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s*"

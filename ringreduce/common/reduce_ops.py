@@ -22,8 +22,6 @@ import enum
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["AVERAGE", "MAX", "MIN", "PRODUCT", "SUM", "ReduceOp"]
-
 
 class ReduceOp(enum.Enum):
     """How the ranks' elements become one; the table is in the module's docstring."""

@@ -25,8 +25,6 @@ from ringreduce.common.keys import Secret, read_secret
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-__all__ = ["DISK_VARIABLE", "PLAIN", "KeyFile", "disk_keys", "is_sealed"]
-
 DISK_VARIABLE = "RINGREDUCE_DISK_KEY_FILE"
 
 _MAGIC = b"ringreduce sealed 1\n"

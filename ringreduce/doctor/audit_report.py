@@ -18,8 +18,6 @@ from ringreduce.common.errors import ConfigError, name_ranks
 from ringreduce.common.keys import Secret
 from ringreduce.observe.audit_chain import Examination, is_signed
 
-__all__ = ["commands", "show", "verdict"]
-
 T = TypeVar("T")
 
 _HASH_LENGTH = 64

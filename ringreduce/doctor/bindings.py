@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 
-__all__ = ["PRIVATE", "Binding", "ask"]
-
 #: By the library, the module that touches its private parts.
 PRIVATE = {
     "numpy": "ringreduce.buffers.numpy_private",

@@ -26,8 +26,6 @@ from ringreduce.doctor.facts import Facts, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
 from ringreduce.runtime.worlds import tuning_key
 
-__all__ = ["look", "to_json", "to_text"]
-
 _HEARD_S = 0.2  # between two signs of life of rank 0
 
 

@@ -21,8 +21,6 @@ from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.snapshots import Snapshot
 from ringreduce.observe.waits import Wait, sets_of, waits
 
-__all__ = ["TRACE_PREFIX", "diagnose", "load", "main_stack", "write_torch_traces"]
-
 _MOST_NBYTES = 64 << 20  # of a dump, which has the last calls and the stacks of a rank
 _MOST_RANKS = 1 << 20
 _OURS = str(Path(__file__).parents[1])

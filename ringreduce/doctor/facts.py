@@ -24,8 +24,6 @@ from ringreduce.gpu.inventory import Inventory, take_inventory
 from ringreduce.launcher.mpirun import clash, find
 from ringreduce.transport.shared.segments import MemfdSegments
 
-__all__ = ["LIBRARIES", "ROOT_ALLOWED", "Facts", "Mpi", "WorldFacts", "collect", "mpi_facts", "stranger"]
-
 _CHILD_S = 30.0  # for what is looked at in a process of its own
 
 #: What Open MPI's mpirun must find in the environment to start as root.

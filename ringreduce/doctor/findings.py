@@ -15,8 +15,6 @@ from ringreduce.doctor.facts import LIBRARIES, ROOT_ALLOWED, Facts
 from ringreduce.gpu.nccl import version_text
 from ringreduce.launcher.mpirun import clash, family
 
-__all__ = ["LEVELS", "Finding", "by_rank", "examine"]
-
 #: From good to bad: as it should be, slower or smaller than need be, wrong; and the colours in which they are shown.
 LEVELS = {"ok": "green", "warning": "yellow", "problem": "red"}
 

@@ -8,8 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_table", "table"]
-
 _WIDE = 1000  # columns, which no table takes
 
 

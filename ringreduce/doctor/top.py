@@ -18,8 +18,6 @@ from ringreduce.observe.job_view import families_of, prometheus_text, rows
 from ringreduce.observe.serving import OPENMETRICS, Answer, TextServer, ask
 from ringreduce.observe.snapshots import Snapshot, read_all
 
-__all__ = ["found", "serve", "show"]
-
 _HEADINGS = ("rank", "steps", "steps/s", "samples/s", "comm", "waited", "memory", "waits")
 _OLD_S = 5.0  # a rank that has written nothing for so long is busy without letting go of Python, or stopped
 

@@ -21,8 +21,6 @@ from ringreduce.doctor.trace_steps import Event, TracedStep, steps_of
 from ringreduce.observe.pace import find_slow
 from ringreduce.observe.trace_file import collect, read_trace
 
-__all__ = ["PARTS", "load", "report", "show", "to_html", "waited_for"]
-
 _WIDE = 1000  # columns, which no table takes
 _LEGIBLE = 9.0  # percent of the window, of the shortest bar that has its number in it: on a phone, too
 

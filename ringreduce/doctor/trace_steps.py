@@ -12,8 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Event", "TracedStep", "steps_of"]
-
 Event = dict[str, Any]
 Span = tuple[float, float]  # begin and end, in microseconds
 

@@ -21,8 +21,6 @@ from ringreduce.common.files import is_abandoned, own_folder, replace_file, requ
 from ringreduce.common.launch import notify_launcher
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 
-__all__ = ["CommitStore"]
-
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"commit-([0-9]{12})((?:\.rank-[0-9]+)?)\.(json|pt)")

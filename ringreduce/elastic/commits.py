@@ -20,8 +20,6 @@ from ringreduce.observe.fingerprints import fingerprint
 from ringreduce.runtime import audited, rank, record, record_refusal, size
 from ringreduce.training.calls.objects import allgather_object, alltoall_object, broadcast_object
 
-__all__ = ["DiskCommits", "LostCommitsError", "SealedCommitsError", "choose", "require_seen_by_all"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

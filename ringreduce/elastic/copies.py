@@ -14,8 +14,6 @@ from ringreduce.common.topology import Topology
 from ringreduce.runtime import rank, size, world
 from ringreduce.training.calls.objects import allgather_object
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """Which ranks of this world write which parts of a commit, so that each part is on the disks of several hosts.

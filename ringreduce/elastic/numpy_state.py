@@ -7,8 +7,6 @@ from typing import Any
 from ringreduce.elastic.handlers import HandlingState
 from ringreduce.elastic.state import ObjectState
 
-__all__ = ["NumpyState"]
-
 
 class NumpyState(HandlingState):
     """Arrays and other values that training goes on from.

@@ -19,8 +19,6 @@ from collections.abc import Iterable
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["ReplacedError", "following", "may_commit", "new_job", "own_token"]
-
 _RUN = re.compile("([0-9]{20})-([0-9]{20})-([0-9a-f]{8})-([0-9]{8})")
 
 

@@ -29,8 +29,6 @@ from ringreduce.elastic.runs import may_commit
 from ringreduce.training.binding.error_text import error_of
 from ringreduce.training.calls.objects import allgather_object
 
-__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run", "run_fn"]
-
 _log = logging.getLogger(__name__)
 
 #: What may happen to the hosts of a job; values can be combined with ``|``.

@@ -38,8 +38,6 @@ from ringreduce.common.instruments import LATE_S
 from ringreduce.engine.decisions import Named, Note, OperationKind, OperationSignature, Waiting
 from ringreduce.engine.pacemaker import Paces
 
-__all__ = ["Coordinator", "StallWatch", "fuse"]
-
 _REMEMBERED = 4096  # names that came once
 _BREAKS = 8  # how often a plan for an operation may prove wrong before it travels alone for good
 

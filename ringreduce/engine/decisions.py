@@ -8,26 +8,6 @@ from typing import Any, NamedTuple
 
 from ringreduce.common.call_sites import AbortReason
 
-__all__ = [
-    "Crossed",
-    "Decision",
-    "Detached",
-    "Expired",
-    "Joined",
-    "Late",
-    "Named",
-    "Note",
-    "OperationKind",
-    "OperationSignature",
-    "Paced",
-    "Refuse",
-    "Run",
-    "Stalled",
-    "Waiting",
-    "Withdrawn",
-]
-
-
 #: What participants and the coordinator send each other: a list of plain values, its kind first.
 Note = list[Any]
 

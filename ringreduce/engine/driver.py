@@ -12,8 +12,6 @@ from ringreduce.engine.operations import Operation
 from ringreduce.engine.pending import PendingOperations
 from ringreduce.engine.progress import Progress
 
-__all__ = ["Driver"]
-
 _TRIES = 16  # yields between two looks at the clock
 _YIELD_S = 0.002  # after so long without news, nap
 _NAP_S = 50e-6

@@ -23,8 +23,6 @@ from ringreduce.engine.pending import PendingOperations
 from ringreduce.engine.progress import Progress
 from ringreduce.transport.control import ControlChannel
 
-__all__ = ["Attached", "Engine", "ReentrancyGuard"]
-
 
 class Engine:
     """Asynchronous operations on one process set. Thread-safe.

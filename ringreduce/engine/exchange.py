@@ -13,8 +13,6 @@ from ringreduce.engine.decisions import Decision, Note
 from ringreduce.engine.participant import Participant
 from ringreduce.transport.control import ControlChannel
 
-__all__ = ["COORDINATOR", "Exchange"]
-
 #: The rank that decides for all.
 COORDINATOR = 0
 

@@ -28,8 +28,6 @@ from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
 
-__all__ = ["Executor", "neutral_array"]
-
 _BUFFERS_NBYTES = 64 << 20  # communication buffers that are kept for the next time
 
 #: What is packed, reduced and unpacked at once of a large group: it stays in the cache of a core meanwhile.

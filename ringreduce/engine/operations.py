@@ -18,22 +18,6 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine.decisions import OperationKind, OperationSignature, Run
 from ringreduce.engine.fused import Executor, neutral_array
 
-__all__ = [
-    "CollectiveOp",
-    "Gather",
-    "InPlaceAllreduce",
-    "Join",
-    "Operation",
-    "Reduction",
-    "Refusal",
-    "RefusedError",
-    "Withdrawal",
-    "WithdrawnError",
-    "contribute_neutral",
-    "is_unnamed",
-    "unnamed",
-]
-
 _UNNAMED = " without a name"
 _PACKED_NBYTES = 32 << 10  # up to here two copies, through a buffer that is used again, are quicker than a new plan
 

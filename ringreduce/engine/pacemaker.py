@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from ringreduce.common.instruments import charge
 from ringreduce.common.processes import delayed_s
 
-__all__ = ["Pacemaker", "Paces", "ProcessUsage"]
-
 _LENGTH = 16
 _SAMPLED_EVERY = 8  # steps: to ask the system what the process has used takes 0.6 us
 _FEW_CORES = 8

@@ -23,8 +23,6 @@ from ringreduce.engine.decisions import (
     Withdrawn,
 )
 
-__all__ = ["Participant"]
-
 #: The decisions that a note spells out, by its kind.
 _SPELLED_OUT: dict[str, Callable[..., Decision]] = {
     "crossed": Crossed,

@@ -13,8 +13,6 @@ from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine.decisions import Note
 from ringreduce.engine.operations import Join, Operation, Refusal, Withdrawal
 
-__all__ = ["PendingOperations"]
-
 
 class PendingOperations:
     """Adds, finds and ends the operations of a rank.

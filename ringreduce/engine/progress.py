@@ -50,8 +50,6 @@ from ringreduce.engine.operations import (
 )
 from ringreduce.engine.pending import PendingOperations
 
-__all__ = ["Progress"]
-
 _log = logging.getLogger(__name__)
 
 _CHECK_S = 0.1

@@ -24,8 +24,6 @@ from ringreduce.launcher.function import carry_out, make_call, pickled_call, res
 if TYPE_CHECKING:
     from ringreduce.engines.slots import Slots
 
-__all__ = ["engine", "job_line", "on_hosts", "refuse_key", "run_on", "work_there"]
-
 
 def engine(name: str, extra: str) -> ModuleType:
     """Import the library of an engine.

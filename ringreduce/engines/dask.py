@@ -21,8 +21,6 @@ from ringreduce.engines.slots import address_towards, connection_to_task, hold, 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-__all__ = ["run"]
-
 _T = TypeVar("_T")
 _LOOK_EVERY_S = 0.1
 

@@ -28,8 +28,6 @@ from ringreduce.launcher.stand_ins import LEAVE, STAND_IN
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["ExecutorSettings", "RayExecutor"]
-
 #: What gives Horovod's names to a process that imports it: ranks do, if the program has.
 _HOROVOD = "ringreduce.horovod"
 _LOOK_EVERY_S = 0.2

@@ -17,8 +17,6 @@ from ringreduce.engines import engine
 from ringreduce.launcher.connection import TokenConnection
 from ringreduce.launcher.stand_ins import become
 
-__all__ = ["ActorProcess", "BeginsAgainError", "RankActor", "StandIn", "StandIns"]
-
 _LOOK_EVERY_S = 0.2
 
 

@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 from ringreduce.common.errors import ConfigError
 from ringreduce.engines.slots import Slots, hold, listed, slots
 
-__all__ = ["RankPlace", "Room", "room"]
-
-
 _log = logging.getLogger(__name__)
 
 #: Until another task is to hold the slot of a node: after the first that has ended, twice as long after each further.

@@ -20,8 +20,6 @@ from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-__all__ = ["DATA", "END", "FOLDER"]
-
 #: The variable with its folder, which belongs to the node: mpirun passes it on to no other.
 FOLDER = "_RINGREDUCE_SLOT"
 #: The socket there, at which the task gives data to ranks.

@@ -28,8 +28,6 @@ from ringreduce.launcher.agent_server import worker_environment
 from ringreduce.launcher.call_server import VARIABLE
 from ringreduce.launcher.connection import TokenConnection, listening, served
 
-__all__ = ["Slots", "address_towards", "connection_to_task", "hold", "listed", "slots", "why_failed"]
-
 _LOOK_EVERY_S = 0.2
 _LIST_EVERY_S = 0.5  # the launcher asks every second
 #: What slots get to end.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame
 
-__all__ = ["run", "run_elastic"]
-
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)

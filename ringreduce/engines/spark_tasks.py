@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame
 
-__all__ = ["TasksOfRanks", "context_for", "first_line", "wait_for_cores"]
-
 _LOOK_EVERY_S = 0.2
 #: What Spark's job gets to end once its tasks have, and once it was cancelled.
 _TO_RETURN_S = 1.0

@@ -19,8 +19,6 @@ from ringreduce.training.options.local_options import LocalArguments, averaging,
 if TYPE_CHECKING:
     from ringreduce.training.options.local_options import Unpack
 
-__all__ = ["DiLoCo", "LocalSGD"]
-
 _NUMBERS = jax.Array, np.ndarray, np.generic, float, complex
 
 

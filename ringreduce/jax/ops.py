@@ -39,16 +39,6 @@ from ringreduce.training.binding.identity import Identity
 from ringreduce.training.calls.differentiable import Differentiable
 from ringreduce.training.calls.requests import Op, RequestBuilder, chosen_op
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "allreduce_of",
-    "alltoall",
-    "broadcast",
-    "reduce_gradients",
-    "reducescatter",
-]
-
 #: Smaller results become arrays of JAX all together, by a program that returns its arguments: quicker than one by one.
 _LEAST_PUT_NBYTES = 1 << 20
 

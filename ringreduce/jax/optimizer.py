@@ -39,8 +39,6 @@ from ringreduce.training.compression import (
 from ringreduce.training.gradients.checks import OF_UPDATE
 from ringreduce.training.options.options import Options, averaging
 
-__all__ = ["DistributedGradientTransformation", "DistributedState", "DistributedTransformation", "RankState"]
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=[])
 @dataclass

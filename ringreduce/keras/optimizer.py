@@ -19,8 +19,6 @@ from ringreduce.training.optimizers.applying import Distribution, distribute, va
 from ringreduce.training.optimizers.keras_copies import distribute_again, keep_copies_distributed, saved_options
 from ringreduce.training.options.options import Op, Options
 
-__all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
-
 _AS_SAVED = "as saved"
 
 keep_copies_distributed(keras)

@@ -11,8 +11,6 @@ import json
 import socket
 import sys
 
-__all__ = ["UNREACHABLE"]
-
 #: The status of ssh where it reaches no host.
 UNREACHABLE = 255
 #: Above it are statuses of shells whose commands a signal has ended.

@@ -17,8 +17,6 @@ from pathlib import Path
 from ringreduce.launcher import agent
 from ringreduce.launcher.connection import served
 
-__all__ = ["HOST", "PYTHON", "agent_server", "as_worker", "private_folder", "worker_environment"]
-
 #: An engine's worker: its Python, its folder, its path of modules and its host, in the environment of ranks below it.
 #: mpirun passes none of these on to other hosts.
 PYTHON = "_RINGREDUCE_PYTHON"

@@ -16,8 +16,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import end_with_parent
 from ringreduce.launcher.schedulers import slurm_job, slurm_step
 
-__all__ = ["StepSignals", "StopBefore", "end_of_allocation", "run_again"]
-
 _ANSWER_S = 10.0  # that Slurm's commands get
 _ASK_AGAIN_S = 30.0  # after an answer
 _TO_END_S = 5.0  # that a step has

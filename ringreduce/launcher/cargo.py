@@ -20,8 +20,6 @@ from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import Start
 from ringreduce.launcher.unpack import TREE
 
-__all__ = ["Cargo", "base_python", "with_modules"]
-
 _PIECE_NBYTES = 1 << 18
 _HEADER_NBYTES = 512  # of a file in an archive
 _KINDS = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)  # of files that are copied: sockets and the like are not

@@ -13,8 +13,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.hosts import parse_hosts
 from ringreduce.launcher.job import say
 
-__all__ = ["Discovery"]
-
 _LOOK_EVERY_S = 1.0
 _SCRIPT_S = 10.0  # that a script gets to print which hosts there are
 _SCRIPT_NBYTES = 1 << 20  # that it may print

@@ -7,21 +7,6 @@ import signal
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-__all__ = [
-    "KEPT_NBYTES",
-    "LogFiles",
-    "find",
-    "find_killed",
-    "find_lost_daemons",
-    "find_lost_hosts",
-    "find_unfinished",
-    "has_ended_job",
-    "has_lost_daemon",
-    "is_told",
-    "name_rank",
-    "sentences",
-]
-
 #: So much of the end of what is written is looked at.
 KEPT_NBYTES = 1 << 16
 

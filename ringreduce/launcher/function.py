@@ -24,8 +24,6 @@ from ringreduce.common.files import require_own
 from ringreduce.common.launch import launch, report_begin
 from ringreduce.common.processes import end_with_parent
 
-__all__ = ["begin", "carry_out", "end", "make_call", "pickled_call", "results", "run", "work"]
-
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)

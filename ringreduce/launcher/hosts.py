@@ -12,17 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = [
-    "LOCAL",
-    "Cooldown",
-    "Hosts",
-    "SizePolicy",
-    "fill",
-    "is_here",
-    "parse_host_file",
-    "parse_hosts",
-]
-
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
 _SHOWN = 60  # of a text that is refused
 #: What a file for mpirun says of a host, as that reads it.

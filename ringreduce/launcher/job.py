@@ -26,8 +26,6 @@ from ringreduce.launcher.marks import Mark, Output
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.tracebacks import Tracebacks
 
-__all__ = ["HEARING", "SUPERVISOR", "Job", "Signals", "say"]
-
 _INTERRUPTED = 128 + signal.SIGINT
 #: How often to look whether mpirun has ended, or ranks should begin again (seconds).
 _LOOK_EVERY_S = 1.0

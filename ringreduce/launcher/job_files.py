@@ -12,8 +12,6 @@ from importlib.resources import files
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["KINDS", "Asked", "JobFile", "submit"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:

@@ -26,8 +26,6 @@ from ringreduce.launcher.job import say
 from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.start import UNNAMED, Start
 
-__all__ = ["LOGIN_S", "Losses"]
-
 _LOOK_EVERY_S = 1.0
 _ASK_EVERY_S = 5.0
 _ANSWER_S = 30.0  # that a host has to answer: a login may hang

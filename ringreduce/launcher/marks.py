@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Mark", "Output"]
-
 
 def _beginnings(*words: bytes) -> bytes:
     """Return the pattern of what may become one of these words."""

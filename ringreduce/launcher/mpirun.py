@@ -17,8 +17,6 @@ from ringreduce.launcher.hosts import fill
 from ringreduce.launcher.schedulers import Scheduler, has_qrsh
 from ringreduce.launcher.spec import LaunchSpec
 
-__all__ = ["Mpirun", "clash", "family", "find", "output_of"]
-
 _LIMIT_S = 30.0
 #: Where to put ranks, of Open MPI 5.
 _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"

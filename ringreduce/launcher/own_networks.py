@@ -9,8 +9,6 @@ from ringreduce.common.networks import FILES, own_text, own_to_each, read_interf
 from ringreduce.launcher.reach import others, reaches, texts
 from ringreduce.launcher.start import Start
 
-__all__ = ["without_own_networks"]
-
 _LIMIT_S = 10.0
 #: What Open MPI leaves out anyway, unless it is told something else.
 _ANYWAY = "127.0.0.1/8,sppp"

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-__all__ = ["ProgramSource", "PythonLine", "script_of"]
-
 _PYTHON = re.compile(r"(python|pypy)[0-9.t]*")
 #: Names of standard input, where Python expects a script.
 _STDIN = ("-", "/dev/stdin")

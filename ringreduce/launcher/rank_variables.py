@@ -11,8 +11,6 @@ from dataclasses import replace
 
 from ringreduce.launcher.start import Start
 
-__all__ = ["Beginnings", "with_free_port"]
-
 #: Below those that systems give to connections, and above those at which Open MPI begins to look for one.
 _PORTS = range(20000, 30000)
 _DRAWS = 100

@@ -26,20 +26,6 @@ from ringreduce.launcher.hosts import is_here
 from ringreduce.launcher.schedulers import slurm_job, slurm_step
 from ringreduce.launcher.start import AGENTS, UNNAMED, Start
 
-__all__ = [
-    "MARK",
-    "PIECE_NBYTES",
-    "Errand",
-    "HostProcess",
-    "ToAll",
-    "close_inputs",
-    "end_all",
-    "let_open",
-    "others",
-    "reaches",
-    "texts",
-]
-
 #: Begins the lines of answers; what the shells of a host write as well does not count.
 MARK = "ringreduce-answer "
 PIECE_NBYTES = 1 << 18

@@ -28,8 +28,6 @@ from ringreduce.launcher.rank_variables import Beginnings
 from ringreduce.launcher.schedulers import slurm_job
 from ringreduce.launcher.start import Start
 
-__all__ = ["Restarts"]
-
 _LOOK_EVERY_S = 1.0
 #: How long ranks have to end once the first has said that they begin again. Whatever the others do, the next job begins
 #: with what is on disk.

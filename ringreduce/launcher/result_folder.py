@@ -35,8 +35,6 @@ from ringreduce.launcher.reach import (
 )
 from ringreduce.launcher.start import Start
 
-__all__ = ["Incoming", "with_results"]
-
 _NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}({'|'.join(map(re.escape, result_sender.DONE))})")
 _LOOK_EVERY_S = 1.0
 #: How long hosts may send nothing at the end.

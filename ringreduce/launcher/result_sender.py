@@ -16,8 +16,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["CALL", "DONE", "serve"]
-
 #: The file with the call, and how the names of files end that ranks leave.
 CALL = "call"
 DONE = (".result", ".failure")

@@ -18,8 +18,6 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import read_file
 from ringreduce.launcher.hosts import parse_host_file
 
-__all__ = ["SCHEDULERS", "Allocation", "Scheduler", "expand", "has_qrsh", "slurm_job", "slurm_step"]
-
 _MOST_HOSTS = 1 << 17  # more are a mistake in a list, and would take all memory
 _MOST_NBYTES = 16 << 20  # of a file of hosts
 _SHOWN = 80  # of a text that is refused

@@ -22,8 +22,6 @@ from ringreduce.launcher.job import say
 from ringreduce.launcher.reach import Errand, HostProcess, ToAll, end_all, let_open, others
 from ringreduce.launcher.start import Start
 
-__all__ = ["shipped"]
-
 #: Shows a bar with a text; within it, the function is called with the bytes that were copied so far, and with all.
 _Progress = Callable[[str], AbstractContextManager[Callable[[int, int], object]]]
 

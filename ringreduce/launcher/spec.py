@@ -11,8 +11,6 @@ from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import read_file, require_ours
 from ringreduce.launcher.hosts import Cooldown, parse_host_file, parse_hosts
 
-__all__ = ["LaunchSpec"]
-
 _MOST_NBYTES = 16 << 20  # of a file of hosts
 #: How hosts are named in a file, and on the command line.
 _EXAMPLE = ("a line is like: localhost slots=2", "give it as in -H localhost:2")

@@ -19,8 +19,6 @@ from ringreduce.launcher.agent_server import HOST
 from ringreduce.launcher.call_server import VARIABLE
 from ringreduce.launcher.connection import connected
 
-__all__ = ["LEAVE", "STAND_IN", "become", "stand_in"]
-
 #: What mpirun, and `ringreduce run`, say to a rank.
 _HANDED = ("PMIX_", "OMPI_", "PRTE_", "OPAL_", "RINGREDUCE_", "HOROVOD_")
 _GROWS = "RINGREDUCE_RESTARTABLE"

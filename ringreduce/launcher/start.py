@@ -25,8 +25,6 @@ from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.stdin import StandardInput
 
-__all__ = ["AGENTS", "UNNAMED", "Start", "make_folder", "prepare"]
-
 #: So often a host says that it lives within the time after which it is lost.
 _PULSES = 5
 

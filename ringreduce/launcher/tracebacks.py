@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Tracebacks"]
-
 _HEAD = b"Traceback (most recent call last):\n"
 #: The last line of a traceback: an exception, with or without words.
 _LAST = re.compile(rb"(?!ringreduce: )[A-Za-z_][\w.]*(?:: .*)?\n")

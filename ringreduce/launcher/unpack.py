@@ -21,8 +21,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["TREE", "hold"]
-
 #: In the folder of a copy: written last, with the name of the host; and the copy itself, or a link to it.
 _WHOLE = "whole"
 TREE = "root"

@@ -52,8 +52,6 @@ from ringreduce.observe.reported_values import mean_values
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["AuditRecord", "loaded_versions", "record_no_begin", "require_facts"]
-
 _log = logging.getLogger(__name__)
 
 _TO_RECORD_S = 3.0  # that rank 0 has to write down why a world does not begin, before other ranks end the job

@@ -32,8 +32,6 @@ from typing import Any, NamedTuple
 
 from ringreduce.common.keys import Secret
 
-__all__ = ["ChainedFile", "Examination", "RecordLine", "examine", "is_signed", "plain", "said_by"]
-
 _WHOLE = re.compile(rb'(\{.*), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
 _SIGNED = re.compile(rb'(\{.*), "signature": "([0-9a-f]{64})", "hash": "[0-9a-f]{64}"\}', re.DOTALL)
 _BEGIN = b'{"line": '

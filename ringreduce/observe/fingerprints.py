@@ -17,8 +17,6 @@ from ringreduce.buffers import Operand
 from ringreduce.common.arguments import shape_text, whole_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 
-__all__ = ["fingerprint"]
-
 _CHUNK_NBYTES = 1 << 20
 _BLOCK_NBYTES = 64 << 10  # of what is sampled
 #: Types of which `repr` says the whole value, on all machines.

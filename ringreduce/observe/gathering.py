@@ -15,8 +15,6 @@ from typing import Any
 from ringreduce.common.errors import RingReduceError, TransportError
 from ringreduce.transport.messages import Messages
 
-__all__ = ["Gathering"]
-
 _log = logging.getLogger(__name__)
 
 Snapshot = dict[str, Any]

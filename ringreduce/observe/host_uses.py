@@ -9,8 +9,6 @@ from typing import Any
 from ringreduce.observe.job_view import growth, usage
 from ringreduce.observe.verdicts import HostUse
 
-__all__ = ["uses_of"]
-
 _SEGMENTS = 1000  # fewer say nothing
 
 Snapshot = Mapping[str, Any]

@@ -12,8 +12,6 @@ from ringreduce.common.errors import name_ranks
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
 from ringreduce.common.quantities import format_nbytes, format_seconds, plural
 
-__all__ = ["job_page"]
-
 Row = Mapping[str, Any]
 
 _OLD_S = 5.0  # a rank that has told nothing for so long is busy without letting go of Python, or stopped

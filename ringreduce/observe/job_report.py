@@ -25,8 +25,6 @@ from ringreduce.observe.pace import Slow, find_slow
 from ringreduce.observe.step_clock import Lap
 from ringreduce.observe.verdicts import Figures, HostUse, Verdict, in_words, judge
 
-__all__ = ["JobReport", "compare", "figures_in", "figures_of", "load", "report_of", "say"]
-
 _log = logging.getLogger(__name__)
 
 _ENOUGH = 16  # steps after the first one

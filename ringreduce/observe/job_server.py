@@ -14,8 +14,6 @@ from ringreduce.observe.job_page import job_page
 from ringreduce.observe.job_view import JobView, rows, usage
 from ringreduce.observe.serving import OPENMETRICS, Answer, TextServer, job_token
 
-__all__ = ["serve_job"]
-
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 5  # browsers ask again

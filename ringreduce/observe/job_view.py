@@ -15,8 +15,6 @@ from ringreduce.observe.metrics import Family, openmetrics
 from ringreduce.observe.reported_values import mean_values
 from ringreduce.observe.waits import waits
 
-__all__ = ["JobView", "families_of", "growth", "last_values", "prometheus_text", "rows", "usage"]
-
 _log = logging.getLogger(__name__)
 
 Snapshot = Mapping[str, Any]

@@ -12,8 +12,6 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.instruments import EngineTally, Pace, Tally
 from ringreduce.observe.pace import Slow, find_slow
 
-__all__ = ["Family", "Metrics", "openmetrics"]
-
 #: Of OpenMetrics: a family's name, its type, what it means, and its values with their labels.
 Family = tuple[str, str, str, Iterable[tuple[Mapping[str, str], float]]]
 

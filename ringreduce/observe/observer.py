@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ringreduce.observe.otlp import Telemetry
     from ringreduce.observe.serving import TextServer
 
-__all__ = ["Observer"]
-
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0  # how often the status and the trace are written

@@ -11,8 +11,6 @@ from functools import cache
 from importlib.metadata import distributions
 from typing import Any
 
-__all__ = ["origins"]
-
 _LIMIT_S = 30.0  # of each command of git
 _MOST_NAMES = 20
 

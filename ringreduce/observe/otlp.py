@@ -28,8 +28,6 @@ from ringreduce.observe.gathering import Gathering, Snapshot
 from ringreduce.observe.job_view import JobView
 from ringreduce.observe.metrics import Family
 
-__all__ = ["Telemetry"]
-
 _EVERY_S = 1.0  # as often as ranks say what they do
 _LOOKS = 15  # of which one sends
 _PATIENCE_S = 2.0  # in the end, with a collector that is slow or away

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.instruments import Pace
 
-__all__ = ["Lasting", "Slow", "find_slow"]
-
 _ENOUGH = 64  # steps: with fewer, no rank is called slow
 _COSTS = 0.1  # of a step's time: shorter waits are not reported
 _EXPLAINS = 0.8  # of all waits: the rank that is charged with them is named

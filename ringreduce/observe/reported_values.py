@@ -9,8 +9,6 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError
 
-__all__ = ["ReportedValues", "mean_values"]
-
 _PENDING = 1000  # of a name, before they are read at once
 
 

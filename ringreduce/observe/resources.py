@@ -10,8 +10,6 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
-__all__ = ["Resources", "resident_nbytes"]
-
 _SECTOR_NBYTES = 512  # in /proc/diskstats, whatever the device has
 _TICKS = os.sysconf("SC_CLK_TCK")
 _HOST_TIMES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat, in this order

@@ -26,8 +26,6 @@ from ringreduce.common.files import create_file
 from ringreduce.common.keys import require_private
 from ringreduce.observe.snapshots import folder
 
-__all__ = ["OPENMETRICS", "Answer", "TextServer", "ask", "job_token"]
-
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _log = logging.getLogger(__name__)
 

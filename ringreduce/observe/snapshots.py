@@ -67,8 +67,6 @@ from ringreduce.observe.resources import Resources
 from ringreduce.observe.step_clock import Spent, StepClock
 from ringreduce.observe.watchdog import Activity
 
-__all__ = ["FlightRecorder", "Observed", "Snapshot", "folder", "read_all"]
-
 _log = logging.getLogger(__name__)
 
 Snapshot = dict[str, Any]

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
-__all__ = ["Lap", "Spent", "StepClock"]
-
 _KEPT = 32  # laps, at least; at most twice as many
 
 

@@ -33,8 +33,6 @@ from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.trace_file import TraceFile
 from ringreduce.transport.messages import Messages, exchange_json
 
-__all__ = ["JobClock", "Program", "Timeline", "Track", "distance"]
-
 _log = logging.getLogger(__name__)
 
 _ROUNDS = 8  # of messages to compare clocks; the best of them counts

@@ -24,8 +24,6 @@ from typing import BinaryIO
 from ringreduce.common.files import open_file, partial_path, replace_file
 from ringreduce.common.sealed_files import PLAIN, KeyFile, is_sealed
 
-__all__ = ["TraceFile", "collect", "read_trace"]
-
 _OPENING = b'[\n{"name": "trace", "ph": "M", "pid": 0, "args": {"job": '
 _CLOSING = b"\n]\n"
 _SEPARATOR = b",\n"  # ends each event of a part

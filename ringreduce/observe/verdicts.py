@@ -10,8 +10,6 @@ from ringreduce.common.errors import name_ranks
 from ringreduce.common.quantities import format_seconds, plural
 from ringreduce.observe.pace import Slow
 
-__all__ = ["RULES", "Figures", "HostUse", "Verdict", "VerdictRule", "in_words", "judge"]
-
 _SLOW = 0.1  # of a step that the others wait for a slow rank; see `ringreduce.observe.pace`
 _SUBSTANTIAL = 0.2  # of a step: less is usual
 _FULL = 0.8  # of the speed of a network, or of the time of a disk

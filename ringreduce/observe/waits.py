@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Wait", "sets_of", "waits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Wait:

@@ -13,8 +13,6 @@ from typing import Any
 from ringreduce.common.errors import name_ranks
 from ringreduce.observe.waits import waits
 
-__all__ = ["Activity", "Watchdog"]
-
 _SILENT_S = 5.0  # of a rank that tells of itself every second
 _OURS = str(Path(__file__).parents[1])
 _SHOWN = 4  # ranks whose places are said

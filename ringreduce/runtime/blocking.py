@@ -17,30 +17,6 @@ from ringreduce.engine import CollectiveOp, Engine, Operation
 from ringreduce.runtime.process import PROCESS
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 
-__all__ = [
-    "Plan",
-    "allgather",
-    "allgather_init",
-    "allreduce",
-    "allreduce_init",
-    "alltoall",
-    "alltoall_init",
-    "barrier",
-    "broadcast",
-    "broadcast_init",
-    "empty",
-    "explain",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_init",
-    "scatter",
-    "send",
-    "sendrecv",
-    "world",
-]
-
 A = TypeVar("A")  # an array of any library; a number, where these are taken
 
 

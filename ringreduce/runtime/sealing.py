@@ -18,8 +18,6 @@ from ringreduce.transport.noise import Initiator, answer
 from ringreduce.transport.sealed import SealedMessages, sealed
 from ringreduce.transport.waiting import Waiter
 
-__all__ = ["Handshake", "SealedConnection"]
-
 
 class Handshake:
     """One rank's part in agreeing on the key of a world. Serves once.

@@ -17,16 +17,6 @@ from ringreduce.training.calls import objects
 from ringreduce.training.calls.parameters import broadcast_parameters
 from ringreduce.training.calls.requests import RequestBuilder
 
-__all__ = [
-    "BroadcastGlobalVariablesHook",
-    "allgather_object",
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-]
-
 
 @entry
 def broadcast_variables(

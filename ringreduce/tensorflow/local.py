@@ -18,8 +18,6 @@ from ringreduce.training.options.local_options import LocalArguments, averaging,
 if TYPE_CHECKING:
     from ringreduce.training.options.local_options import Unpack
 
-__all__ = ["DiLoCo", "LocalSGD"]
-
 
 @local_options
 class DiLoCo(Replicas):

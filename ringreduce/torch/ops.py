@@ -48,19 +48,6 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.tensors.arrays import differentiable, preparing
 from ringreduce.training.calls.requests import Handle, Request
 
-__all__ = [
-    "allgather",
-    "allgather_async",
-    "alltoall",
-    "alltoall_async",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "grouped_allgather",
-    "grouped_allgather_async",
-]
-
 _Tensors = Sequence[Tensor]
 
 

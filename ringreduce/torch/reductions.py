@@ -23,22 +23,6 @@ from ringreduce.torch.compression import Compression, Compressor, wire_of
 from ringreduce.torch.tensors.arrays import TENSORS, differentiable, preparing, sparse_entries, sum_entries
 from ringreduce.training.calls.requests import Handle, Op, Request, chosen_op, in_words
 
-__all__ = [
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "reducescatter",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-]
-
 _Tensors = Sequence[Tensor]
 
 #: To copy up to so much into memory of the ranks, and from there, takes less time than to look at an array.

@@ -223,9 +223,9 @@ def messages() -> list[str]:
 def test_the_messages_of_errors_are_those_of_the_code() -> None:
     """Each kind of error has a section, and each message quoted there is one that the code can write."""
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    for name in errors.__all__:
-        kind = getattr(errors, name)
-        if isinstance(kind, type) and not kind.__subclasses__():
+    kinds = {name: each for name, each in vars(errors).items() if isinstance(each, type)}
+    for name, kind in kinds.items():
+        if issubclass(kind, errors.RingReduceError) and not kind.__subclasses__():
             assert f"\n## {name} (" in page or f"\n## {name}\n" in page, name
     known = "\n".join(messages())
     quoted = [cell for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for cell in re.findall(r"`(.+?)`", row)]

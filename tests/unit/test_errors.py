@@ -10,7 +10,7 @@ import pytest
 from ringreduce.common import errors
 from ringreduce.common.errors import MismatchError, PeerLostError
 
-CLASSES = [each for name in errors.__all__ if isinstance(each := getattr(errors, name), type)]
+CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]
 
 
 def drawn(kind: type[Exception], prefix: str = "", below: str = "") -> list[str]:

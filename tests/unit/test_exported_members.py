@@ -63,6 +63,25 @@ def test_all_is_sorted_complete_and_true(path: Path, monkeypatch: pytest.MonkeyP
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
+def test_all_lists_names_of_others():
+    """A list of what a module defines itself says nothing that its names do not say."""
+    needless = []
+    for path in LISTING:
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(ast.parse(SOURCES[path]))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
+        listed = next(
+            ast.literal_eval(node.value)
+            for node in ast.parse(SOURCES[path]).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        )
+        needless += [] if imported & {*listed} else [name_of(path)]
+    assert needless == []
+
+
 def test_dir_shows_what_is_public():
     """`dir(ringreduce)` is `__all__`, so that completion offers no internals; all names of it are there."""
     assert dir(ringreduce) == sorted(ringreduce.__all__)

@@ -21,8 +21,6 @@ from ringreduce.common.errors import RingReduceError
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.transport.messages import Messages
 
-__all__ = ["WorldStore"]
-
 _Store: Any = dist.Store  # type: ignore[attr-defined]
 _StoreError: Any = getattr(dist, "DistStoreError", RuntimeError)
 

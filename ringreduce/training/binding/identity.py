@@ -18,8 +18,6 @@ from weakref import WeakKeyDictionary
 from ringreduce.engine import CollectiveOp, Engine
 from ringreduce.runtime.process_sets import ProcessSet
 
-__all__ = ["Identity", "ScopedName", "agree", "agreed_names", "counters", "identity_of", "meet", "name_in", "numbers"]
-
 _COUNTER = re.compile(r"_(\d+)(?=$|[/:_])")
 _CONTAINERS = "sequential", "functional"  # as Keras names those that the program gives no name
 _FLATTENED = 2  # underscores, at least, in the name that an optimizer makes of the path of a variable and its own word

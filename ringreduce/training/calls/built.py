@@ -7,18 +7,6 @@ import importlib.util
 from ringreduce.gpu.inventory import nccl_version
 from ringreduce.runtime import global_process_set, world
 
-__all__ = [
-    "ccl_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-]
-
 
 def mpi_built() -> bool:
     """Return whether mpi4py is installed, so that a launcher can start several ranks."""
