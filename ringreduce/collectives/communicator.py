@@ -543,7 +543,7 @@ class Communicator:
         """Return an uninitialised array for a result: of the shape, dtype and library of one in host memory, C order.
 
         It is a communication buffer as long as the results that live together are not too large; see
-        ``RINGREDUCE_SHARED_MEMORY=results:2G``. Local.
+        ``RINGREDUCE_RESULTS_BYTES``. Local.
         """
         self.lifetime.require_open()
         return self._operands.maker(array)(tuple(array.shape), DType.of(array.dtype))[0]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from collections.abc import Set as AbstractSet
 from dataclasses import Field, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +134,7 @@ def _gpu(text: str) -> str:
 
 
 def _setting(variable: str, parse: Callable[[str], Any], default: Any) -> Any:
-    """Declare a field of `Config`: its variable, what reads that, and the value where it is not set.
-
-    ``VARIABLE=part`` is a part of a variable, which is written as in ``VARIABLE=100,part:1``.
-    """
+    """Declare a field of `Config`: its variable, what reads that, and the value where it is not set."""
     return field(default=default, metadata={"variable": variable, "parse": parse})
 
 
@@ -167,10 +163,10 @@ class Config:
         node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
         shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
         private_memory: whether ranks of a node may copy each other's private memory.
-            ``RINGREDUCE_SHARED_MEMORY=private:0``
+            ``RINGREDUCE_PRIVATE_MEMORY``
         results_nbytes: new arrays that collectives return lie in memory that the ranks of the node share, as long as
             those of a rank that live take no more than so many bytes together; None: a quarter of the machine's memory,
-            divided by the ranks of the node. ``RINGREDUCE_SHARED_MEMORY=results:2G``, 0 for none
+            divided by the ranks of the node. ``RINGREDUCE_RESULTS_BYTES``, 0 for none
         algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
         segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap.
         fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
@@ -183,7 +179,7 @@ class Config:
             ``RINGREDUCE_DETERMINISTIC``
         timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
         timeline_marks_batches: whether it has marks where operations that travel together start.
-            ``RINGREDUCE_TIMELINE=FILE,marks:1``
+            ``RINGREDUCE_TIMELINE_MARKS``
         bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
             ``RINGREDUCE_BUCKET``
         tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
@@ -198,9 +194,9 @@ class Config:
             weights; None: never (but for the first few). ``RINGREDUCE_CHECK``
         check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
             during the backward pass. Overflows are left to what scales losses and leaves out steps.
-            ``RINGREDUCE_CHECK=finite:100``
+            ``RINGREDUCE_CHECK_FINITE``
         check_data: whether the ranks compare checksums of their gradients in the first three steps of an optimizer, to
-            warn if all train on the same data. ``RINGREDUCE_CHECK=data:0``
+            warn if all train on the same data. ``RINGREDUCE_CHECK_DATA``
         checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
         key_file: the file with the secret by which messages are sealed; None: they are not.
             ``RINGREDUCE_KEY_FILE``
@@ -208,16 +204,16 @@ class Config:
         status_address: where rank 0 serves what all ranks do, a host and a port; None: nowhere.
             ``RINGREDUCE_STATUS=[HOST:]PORT``
         status_token_file: the file with the token that this asks for; None: one that is made for this user.
-            ``RINGREDUCE_STATUS=PORT,token:FILE``
+            ``RINGREDUCE_STATUS_TOKEN_FILE``
         otlp: whether rank 0 sends what all ranks do to a collector of OpenTelemetry. ``RINGREDUCE_OTLP``
         verdict: whether rank 0 says at the end, on standard error, what steps took and why. ``RINGREDUCE_VERDICT``
         report: the file to which rank 0 writes that at the end, as JSON; None: none. ``RINGREDUCE_REPORT``
         watchdog_s: rank 0 says what a job waits for in which no rank has made a step, a collective or a report for so
             long (seconds); None: never. ``RINGREDUCE_WATCHDOG``
         watchdog_first_s: the same until any rank has made a step or a report, if that is longer (seconds): programs
-            compile then. ``RINGREDUCE_WATCHDOG=60,first:1800``
+            compile then. ``RINGREDUCE_WATCHDOG_FIRST``
         watchdog_action: what follows: ``"dump"``: nothing, each rank has written down what it does; ``"end"``: the job
-            is ended; ``"restart"``: and started again. ``RINGREDUCE_WATCHDOG=60,action:end``
+            is ended; ``"restart"``: and started again. ``RINGREDUCE_WATCHDOG_ACTION``
         dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
             SIGUSR1; None: none. ``RINGREDUCE_DUMP``
         audit: the file to which rank 0 appends a record of the run (see `ringreduce.observe.audit`); None: none.
@@ -232,8 +228,8 @@ class Config:
     timeout_s: float = _setting("RINGREDUCE_TIMEOUT", _positive_float, 300.0)
     node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
     shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
-    private_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY=private", _switch, True)
-    results_nbytes: int | None = _setting("RINGREDUCE_SHARED_MEMORY=results", _or_zero(parse_nbytes, 0), None)
+    private_memory: bool = _setting("RINGREDUCE_PRIVATE_MEMORY", _switch, True)
+    results_nbytes: int | None = _setting("RINGREDUCE_RESULTS_BYTES", _or_zero(parse_nbytes, 0), None)
     algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
     segment_nbytes: int = 256 << 10
     # On one node, 1 to 100 MiB differ by no more than measurements do. Between hosts 4 MiB take a tenth more of the
@@ -244,25 +240,25 @@ class Config:
     log_level: str | None = _setting("RINGREDUCE_LOG_LEVEL", _log_level, None)
     deterministic: bool = _setting("RINGREDUCE_DETERMINISTIC", _switch, False)
     timeline: str | None = _setting("RINGREDUCE_TIMELINE", str, None)
-    timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE=marks", _switch, False)
+    timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE_MARKS", _switch, False)
     tuning: str | None = _setting("RINGREDUCE_TUNING", _or_zero(str, None), None)
     gpu: str = _setting("RINGREDUCE_GPU", _gpu, "staged")
     conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
     standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
     check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
-    check_finite_every: int | None = _setting("RINGREDUCE_CHECK=finite", _positive_int, None)
-    check_data: bool = _setting("RINGREDUCE_CHECK=data", _switch, True)
+    check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
+    check_data: bool = _setting("RINGREDUCE_CHECK_DATA", _switch, True)
     checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
     key_file: str | None = _setting("RINGREDUCE_KEY_FILE", str, None)
     status: bool = _setting("RINGREDUCE_STATUS", _seen, True)
     status_address: tuple[str, int] | None = _setting("RINGREDUCE_STATUS", _address, None)
-    status_token_file: str | None = _setting("RINGREDUCE_STATUS=token", str, None)
+    status_token_file: str | None = _setting("RINGREDUCE_STATUS_TOKEN_FILE", str, None)
     otlp: bool = _setting("RINGREDUCE_OTLP", _switch, False)
     verdict: bool = _setting("RINGREDUCE_VERDICT", _switch, False)
     report: str | None = _setting("RINGREDUCE_REPORT", str, None)
     watchdog_s: float | None = _setting("RINGREDUCE_WATCHDOG", _or_zero(_positive_float, None), None)
-    watchdog_first_s: float = _setting("RINGREDUCE_WATCHDOG=first", _positive_float, 600.0)
-    watchdog_action: str = _setting("RINGREDUCE_WATCHDOG=action", _action, "dump")
+    watchdog_first_s: float = _setting("RINGREDUCE_WATCHDOG_FIRST", _positive_float, 600.0)
+    watchdog_action: str = _setting("RINGREDUCE_WATCHDOG_ACTION", _action, "dump")
     dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
     audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
     disk_key_file: str | None = _setting("RINGREDUCE_DISK_KEY_FILE", str, None)
@@ -297,13 +293,6 @@ def _settings() -> list[Field[Any]]:
     return [each for each in fields(Config) if each.metadata]
 
 
-@cache
-def _parts() -> dict[str, frozenset[str]]:
-    """Return the names of the parts of each variable."""
-    named = [each.metadata["variable"].partition("=")[::2] for each in _settings()]
-    return {variable: frozenset(part for other, part in named if other == variable and part) for variable, _ in named}
-
-
 def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of our variables and of Horovod's that are set and mean nothing here; for people, sorted."""
     return sorted(
@@ -321,7 +310,8 @@ def may_show(name: str) -> bool:
 
 def _known() -> dict[str, AbstractSet[str]]:
     """Return the variables that mean something here, by the prefix of their names."""
-    return {"HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS}, "RINGREDUCE_": _parts().keys() | _ELSEWHERE}
+    ours = {each.metadata["variable"] for each in _settings()}
+    return {"HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS}, "RINGREDUCE_": ours | _ELSEWHERE}
 
 
 def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
@@ -349,8 +339,8 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def _read(environ: Mapping[str, str], setting: Field[Any], default: Any) -> Any:
     """Read a setting from its variable or, where that does not say it, from Horovod's."""
-    variable, _, part = setting.metadata["variable"].partition("=")
-    texts = {variable: _part(environ.get(variable, ""), part, _parts()[variable])}
+    variable = setting.metadata["variable"]
+    texts = {variable: environ.get(variable, "")}
     others = ((name, convert) for name, (field, convert) in HOROVOD.items() if field == setting.name)
     texts |= {name: convert(environ.get(name, "")) for name, convert in others}
     source = next((each for each, text in texts.items() if text), None)
@@ -360,21 +350,11 @@ def _read(environ: Mapping[str, str], setting: Field[Any], default: Any) -> Any:
 
 
 def _parsed(environ: Mapping[str, str], source: str, text: str, parse: Callable[[str], Any]) -> Any:
-    """Return what a variable's text, or a part of it, says."""
+    """Return what a variable's text says."""
     try:
         return parse(text)
     except ValueError as error:
-        parts = " and ".join(f"{each}:VALUE" for each in sorted(_parts().get(source, ())))
-        more = f"; after a comma, {parts} may follow" if parts else ""
-        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}{more}") from None
-
-
-def _part(text: str, part: str, parts: Collection[str]) -> str:
-    """Return what a text such as ``100,finite:1`` says of a part, here ``finite``; of ``""``, all but the parts."""
-    items = [(*item.partition(":"), item) for item in text.split(",")]
-    if part:
-        return next((value for name, _, value, _ in items if name == part), "")
-    return ",".join(item for name, colon, _, item in items if not (colon and name in parts))
+        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
 
 
 def _caches(environ: Mapping[str, str]) -> str | None:

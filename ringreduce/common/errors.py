@@ -44,7 +44,7 @@ class UnsupportedBufferError(RingReduceError, TypeError, ValueError):
 
 
 class NotFiniteError(RingReduceError, FloatingPointError):
-    """A gradient holds NaN or infinity, where ``RINGREDUCE_CHECK=finite:100`` asks for that to be looked at."""
+    """A gradient holds NaN or infinity, where ``RINGREDUCE_CHECK_FINITE`` asks for that to be looked at."""
 
 
 class CollectiveError(RingReduceError):

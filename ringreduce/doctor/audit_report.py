@@ -243,16 +243,15 @@ def _has_commit(repository: Mapping[str, Any]) -> bool:
 def _variables(settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that are not as they come, as variables of the environment."""
     standard = Config()
-    changed: dict[str, list[str]] = {}
+    changed = []
     for each in fields(Config):
         usual = getattr(standard, each.name)
         usual = usual.value if isinstance(usual, Enum) else usual
         value = settings.get(each.name, usual)
         if each.metadata and each.name not in _OF_THIS_RUN and value != usual:
-            variable, _, part = each.metadata["variable"].partition("=")
             text = str(int(value)) if isinstance(value, bool) else "0" if value is None else _shown(value)
-            changed.setdefault(variable, []).append(f"{part}:{text}" if part else text)
-    return [f"{variable}={_word(','.join(texts))}" for variable, texts in changed.items()]
+            changed.append(f"{each.metadata['variable']}={_word(text)}")
+    return changed
 
 
 def _part(facts: Any, name: str, kind: type[T]) -> T:

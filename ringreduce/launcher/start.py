@@ -177,7 +177,9 @@ class Start:
         if spec.key_file is not None:
             settings["RINGREDUCE_KEY_FILE"] = spec.key_file
         if spec.status is not None:
-            settings["RINGREDUCE_STATUS"] = spec.status + (f",token:{spec.token_file}" if spec.token_file else "")
+            settings["RINGREDUCE_STATUS"] = spec.status
+        if spec.token_file:
+            settings["RINGREDUCE_STATUS_TOKEN_FILE"] = spec.token_file
         if self.grows:
             settings["RINGREDUCE_RESTARTABLE"] = "1"
         if remote and spec.elastic and spec.host_timeout_s:
@@ -185,9 +187,9 @@ class Start:
         if spec.report is not None:
             settings["RINGREDUCE_REPORT"] = spec.report
         if spec.watchdog_s is not None:
-            settings["RINGREDUCE_WATCHDOG"] = (
-                f"{spec.watchdog_s:g},first:{spec.watchdog_first_s:g},action:{spec.watchdog_action}"
-            )
+            settings["RINGREDUCE_WATCHDOG"] = f"{spec.watchdog_s:g}"
+            settings["RINGREDUCE_WATCHDOG_FIRST"] = f"{spec.watchdog_first_s:g}"
+            settings["RINGREDUCE_WATCHDOG_ACTION"] = spec.watchdog_action
         if spec.quiet or "RINGREDUCE_VERDICT" not in environ:
             settings["RINGREDUCE_VERDICT"] = "0" if spec.quiet else "1"
         if spec.rank_variables:

@@ -29,7 +29,7 @@ from ringreduce.observe.snapshots import folder
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _log = logging.getLogger(__name__)
 
-_TOKEN_FILE = "RINGREDUCE_STATUS=...,token:FILE"
+_TOKEN_FILE = "RINGREDUCE_STATUS_TOKEN_FILE"
 _LEAST_TOKEN = 16  # characters
 _LONGEST_TOKEN = 1024
 _MOST_CLIENTS = 32  # with the token, and as many without it

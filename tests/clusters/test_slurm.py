@@ -67,7 +67,7 @@ def test_one_address_shows_what_srun_has_started(cluster: Cluster) -> None:
     """By a variable: rank 0 hears the ranks of other hosts, and alone listens."""
     cluster.write("seen.py", SEEN)
     token = str(cluster.shared / "token")
-    settings = {"PMIX_MCA_psec": "native", "RINGREDUCE_STATUS": f"9400,token:{token}"}
+    settings = {"PMIX_MCA_psec": "native", "RINGREDUCE_STATUS": "9400", "RINGREDUCE_STATUS_TOKEN_FILE": str(token)}
     asked = ("-N2", "-n3", first_hosts(cluster, 2))
     done = cluster.run(0, "srun", "--mpi=pmix", *asked, "python", "seen.py", token, variables=settings)
     expected = [f"rank {rank} of 3 on {cluster.host(number)}" for rank, number in enumerate((0, 0, 1))]

@@ -54,7 +54,8 @@ def run(
     settings = {"RINGREDUCE_NODE_SIZE": node_size or None, "RINGREDUCE_TIMEOUT": "30", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if backend:
         settings["KERAS_BACKEND"] = backend
-    settings["RINGREDUCE_CHECK"] = draw.choice([None, None, "3", "5,finite:2"])
+    every, finite = draw.choice([(None, None), (None, None), ("3", None), ("5", "2")])
+    settings |= {"RINGREDUCE_CHECK": every, "RINGREDUCE_CHECK_FINITE": finite}
     settings["RINGREDUCE_DETERMINISTIC"] = draw.choice([None, None, "1"])
     if draw.random() < 0.3 and find_spec("cryptography"):
         key = folder / "key"

@@ -58,14 +58,14 @@ def test_all_ranks_are_seen(tmp_path: Path) -> None:
 
 def test_under_mpirun(tmp_path: Path) -> None:
     """By the variable alone."""
-    with running(tmp_path, "mpirun", "-np", 2, RINGREDUCE_STATUS="PORT,token:TOKEN") as job:
+    with running(tmp_path, "mpirun", "-np", 2, RINGREDUCE_STATUS="PORT", RINGREDUCE_STATUS_TOKEN_FILE="TOKEN") as job:
         job.health(lambda health: everyone(2)(health) and ranks_in(job.get("/metrics")) == {"0", "1"})
         job.end()
 
 
 def test_one_rank(tmp_path: Path) -> None:
     """It has a view, too, without a launcher."""
-    with running(tmp_path, "env", RINGREDUCE_STATUS="PORT,token:TOKEN") as job:
+    with running(tmp_path, "env", RINGREDUCE_STATUS="PORT", RINGREDUCE_STATUS_TOKEN_FILE="TOKEN") as job:
         job.health(everyone(1))
         assert ranks_in(job.get("/metrics")) == {"0"}
         job.end()

@@ -337,7 +337,7 @@ def test_private_memory_is_left_alone_where_that_is_wanted(run_job, wanted: str)
             rr.reduce_scatter(np.zeros(2 * count))
         print(bool(made))
         """,
-        RINGREDUCE_SHARED_MEMORY=f"private:{wanted}",
+        RINGREDUCE_PRIVATE_MEMORY=wanted,
     )
     assert job.returncode == 0, job.stderr
     assert job.stdout.splitlines() == [str(wanted == "1")] * 2

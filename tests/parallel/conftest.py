@@ -225,7 +225,8 @@ def no_world() -> Iterator[None]:
 @pytest.fixture
 def checked(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A world in which weights are compared every second step, and gradients looked at in each."""
-    monkeypatch.setenv("RINGREDUCE_CHECK", "2,finite:1")
+    monkeypatch.setenv("RINGREDUCE_CHECK", "2")
+    monkeypatch.setenv("RINGREDUCE_CHECK_FINITE", "1")
     rr.init()
 
 

@@ -130,7 +130,7 @@ def test_the_same_data_may_be_meant(caplog: pytest.LogCaptureFixture, monkeypatc
     caplog.set_level("WARNING", logger="ringreduce")
     rr.shutdown()
     with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_CHECK", "data:0")
+        patch.setenv("RINGREDUCE_CHECK_DATA", "0")
         rr.init()
         trained(4)
         rr.shutdown()

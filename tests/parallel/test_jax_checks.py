@@ -49,7 +49,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The same, in which weights are compared every second step, and gradients looked at in each."""
-    yield from world(monkeypatch, RINGREDUCE_BUCKET="4", RINGREDUCE_CHECK="2,finite:1")
+    yield from world(monkeypatch, RINGREDUCE_BUCKET="4", RINGREDUCE_CHECK="2", RINGREDUCE_CHECK_FINITE="1")
 
 
 def world(monkeypatch: pytest.MonkeyPatch, **settings: str) -> Iterator[None]:
@@ -205,7 +205,7 @@ def test_weights_that_differ_name_the_array_and_the_rank(checked: None, called: 
 @several
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_number_names_gradient_and_rank(checked: None, called: Any, way: str) -> None:
-    """RINGREDUCE_CHECK=finite:1: an error on all ranks before it is reduced."""
+    """RINGREDUCE_CHECK_FINITE=1: an error on all ranks before it is reduced."""
     error = raised(lambda: train(called, data=lambda step: np.nan if (step, RANK) == (1, 1) else 1.0, **WAYS[way]))
     assert isinstance(error, rr.NotFiniteError)
     assert "holds NaN or infinity on rank 1" in str(error)

@@ -208,7 +208,7 @@ def test_weights_that_differ_are_an_error(checked: None, way: str) -> None:
 @several
 @pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.smoke), "late", "in passes"])
 def test_what_is_no_number_names_gradient_and_rank(checked: None, way: str) -> None:
-    """RINGREDUCE_CHECK=finite:1: an error on all ranks before it is reduced."""
+    """RINGREDUCE_CHECK_FINITE=1: an error on all ranks before it is reduced."""
     error = caught(lambda: train(way, spoil=slice(2 * ROWS, None) if RANK == 1 else None))
     assert isinstance(error, rr.NotFiniteError)
     assert "holds NaN or infinity on rank 1" in str(error)

@@ -198,7 +198,7 @@ def test_local_variables_may_differ(checked: None, called: Any) -> None:
 @pytest.mark.smoke
 @several
 def test_what_is_no_number_names_gradient_and_rank(checked: None, called: Any) -> None:
-    """RINGREDUCE_CHECK=finite:1: an error on all ranks before it is reduced, also where it is sparse."""
+    """RINGREDUCE_CHECK_FINITE=1: an error on all ranks before it is reduced, also where it is sparse."""
     for local, name in ((False, "dense:0"), (True, "table:0")):
         error = caught(lambda: train(called, data=lambda step: np.nan if RANK else 1.0, local=local))  # noqa: B023
         assert isinstance(error, rr.NotFiniteError)

@@ -205,7 +205,7 @@ def test_weights_that_end_as_nan_are_told_once(ends: str, bad: bool, caplog: pyt
     rr.init()
     said = [each.getMessage() for each in caplog.records if "ends with NaN or infinity" in each.getMessage()]
     assert len(said) == (bad and rr.rank() == 0)
-    assert all("RINGREDUCE_CHECK=finite:1" in each and "SGD over 4 parameters" in each for each in said)
+    assert all("RINGREDUCE_CHECK_FINITE=1" in each and "SGD over 4 parameters" in each for each in said)
     assert inner
 
 

@@ -166,7 +166,7 @@ def test_show_prints_a_run_as_people_read_it(path: Path) -> None:
     assert said["difference"] == f"sha256 {'d' * 64}"
     assert said["untracked"] == '["new.py"]'
     assert said["packages"] == f"2, sha256 {'f' * 64}"
-    assert said["settings"] == "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100,data:0"
+    assert said["settings"] == "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100 RINGREDUCE_CHECK_DATA=0"
     events = [row[1].strip().split(None, 1) for row in rows[12:]]
     assert [each[0] for each in events] == ["configuration", "data", "commit", "refused", "end"]
     assert events[0][1] == r'seed=7, name="a\u001b[31m"'
@@ -187,7 +187,7 @@ def test_reproduce_prints_a_shell_program_and_what_cannot_be_had(path: Path) -> 
         "cd -- src/",
         "python3.11 -m venv venv && . venv/bin/activate  # it was Python 3.11.4",
         "pip install numpy==2.1.0",
-        "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100,data:0 RINGREDUCE_REPORT=again.json "
+        "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100 RINGREDUCE_CHECK_DATA=0 RINGREDUCE_REPORT=again.json "
         "ringreduce run -np 4 -H one:2,two:2 python train.py --name 'a b'",
     ]
     said = [line for line in lines if line.startswith("#")]

@@ -13,7 +13,7 @@ from ringreduce.transport.shared.arena import NOWHERE
 
 @pytest.mark.parametrize("limit_nbytes", [0, 64 << 20])
 def test_results_keep_to_their_limit(limit_nbytes: int) -> None:
-    """Those beyond ``RINGREDUCE_SHARED_MEMORY=results:N`` are private; frameworks can use both."""
+    """Those beyond ``RINGREDUCE_RESULTS_BYTES`` are private; frameworks can use both."""
 
     def body(world):
         given = [np.zeros(shape, dtype) for shape, dtype in (((3, 5), "f4"), ((1 << 18,), "f4"), ((1 << 18,), "f8"))]

@@ -152,7 +152,8 @@ def test_options_that_make_no_sense_are_refused(options: list[str], complaint: s
 
 
 def test_a_watchdog_needs_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGREDUCE_WATCHDOG", "5,action:end")
+    monkeypatch.setenv("RINGREDUCE_WATCHDOG", "5")
+    monkeypatch.setenv("RINGREDUCE_WATCHDOG_ACTION", "end")
     monkeypatch.setenv("RINGREDUCE_STATUS", "0")
     with pytest.raises(rr.ConfigError, match="RINGREDUCE_WATCHDOG reads what ranks say"):
         rr.init()

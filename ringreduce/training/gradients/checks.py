@@ -274,7 +274,7 @@ class Checks:
             if self._ranks.rank == 0:
                 _log.warning(
                     "%s: the gradients of all ranks were equal in each of the first %s steps, so all ranks seem to "
-                    "train on the same data. Give each rank a part of its own: %s. RINGREDUCE_CHECK=data:0 ends this "
+                    "train on the same data. Give each rank a part of its own: %s. RINGREDUCE_CHECK_DATA=0 ends this "
                     "check",
                     self._described,
                     _FIRST_STEPS,
@@ -359,7 +359,7 @@ def look_at_the_end(memory: Memory, ranks: Ranks, named: Callable[[], Named]) ->
         if memory.is_trainable(parameter) and not memory.is_finite(parameter):
             watched.not_finite = True
             _log.warning(
-                "%s ends with NaN or infinity in its weights (%s for one): RINGREDUCE_CHECK=finite:1 finds the step, "
+                "%s ends with NaN or infinity in its weights (%s for one): RINGREDUCE_CHECK_FINITE=1 finds the step, "
                 "the gradient and the rank where it came first",
                 ranks.described,
                 name,
