@@ -33,29 +33,17 @@ from ringreduce.observe.audit import AuditRecord
     type=click.Path(exists=True, file_okay=False),
     help="Say what ranks waited for, from what they have written to RINGREDUCE_DUMP=...",
 )
-@click.option(
-    "--torch-traces",
-    "traces",
-    type=click.Path(file_okay=False),
-    help="With --dump: write it into this folder, too, as files that torch's flight recorder tools read.",
-)
-def doctor(as_json: bool, folder: str | None, traces: str | None) -> int:
+def doctor(as_json: bool, folder: str | None) -> int:
     """Say what this machine offers to the ranks of this job, what is wrong, and what to do about it.
 
     Run it alone, and as the job will run: mpirun -np N python -m ringreduce doctor. Where ranks differ, the report
     names them. The exit status is 1 if there is a problem; warnings are about speed.
 
     With --dump, run it alone, after a job that ran with RINGREDUCE_DUMP=FOLDER has failed, or after `kill -USR1` to its
-    ranks. With --torch-traces OUT, torch's tool reads the same: python -m
-    torch.distributed.flight_recorder.fr_trace OUT -p ringreduce_rank_
+    ranks.
     """
-    if traces is not None and folder is None:
-        raise click.UsageError("--torch-traces writes what --dump FOLDER has found; give both")
     if folder is not None:
-        found_there = dumps.load(folder, _keys())
-        if traces is not None:
-            dumps.write_torch_traces(found_there, traces)
-        said = dumps.diagnose(found_there)
+        said = dumps.diagnose(dumps.load(folder, _keys()))
         click.echo(json.dumps(said) if as_json else "\n".join(said))
         return 0
     seen = machine.look()

@@ -33,7 +33,7 @@ class Wait:
         return "collective" in self.first
 
 
-def sets_of(snapshots: Mapping[int, Mapping[str, Any]]) -> list[dict[int, dict[str, Any]]]:
+def _sets_of(snapshots: Mapping[int, Mapping[str, Any]]) -> list[dict[int, dict[str, Any]]]:
     """Return the process sets, and then the groups: each as what its ranks have written of it, by rank."""
     found: dict[int | str, dict[int, dict[str, Any]]] = {}
     for rank, snapshot in snapshots.items():
@@ -44,7 +44,7 @@ def sets_of(snapshots: Mapping[int, Mapping[str, Any]]) -> list[dict[int, dict[s
 
 def waits(snapshots: Mapping[int, Mapping[str, Any]]) -> Iterator[Wait]:
     """Yield for what ranks wait, in each set: operations, and then the blocking call."""
-    for sets in sets_of(snapshots):
+    for sets in _sets_of(snapshots):
         first = next(iter(sets.values()))
         unseen = [rank for rank in first["ranks"] if rank not in snapshots]
         submitted: dict[str, dict[int, dict[str, Any]]] = {}

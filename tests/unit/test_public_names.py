@@ -117,7 +117,7 @@ OPTIONS = {
         --stepfactor --vs --warmup_iters -I -J -N -b -c -d -e -f -i -m -n -o -r -w collective
     """,
     "explain": "--datatype --device --json --maxbytes --minbytes --stepfactor -b -d -e -f collective",
-    "doctor": "--dump --json --torch-traces",
+    "doctor": "--dump --json",
     "export": "--commit --force --name folder out",
     "reproduce": "--world file",
     "run": """
