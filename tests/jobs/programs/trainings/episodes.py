@@ -6,7 +6,6 @@ import faulthandler
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -85,8 +84,8 @@ class Episode:
         rank, milliseconds, holds = self.draw.randrange(SIZE), self.draw.randrange(30), self.draw.chance(0.15)
         if self.draws("freeze", 0.02) and rank == RANK:
             me = os.getpid()
-            with subprocess.Popen(["sh", "-c", f"sleep {milliseconds / 100}; kill -CONT {me}"]):
-                os.kill(me, signal.SIGSTOP)
+            # One process sends both signals, or the second might come before the first, and the rank stop for good.
+            subprocess.run(["sh", "-c", f"kill -STOP {me}; sleep {milliseconds / 100}; kill -CONT {me}"], check=True)
         elif holds and rank == RANK:
             time.sleep(milliseconds / 1000)
 
