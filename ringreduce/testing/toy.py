@@ -61,7 +61,7 @@ class _ToyGradients(HostMemory, Hooks):
 class Toy:
     """A linear model, ``x @ matrix + bias``, and ``extra`` if it is used; trained by steepest descent.
 
-    See `ringreduce.testing.trainees.Trainee`.
+    See `suites.trainees.Trainee`.
     """
 
     def __init__(

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from suites.late_training import LATE_CHECKS
+from suites.local_training import LOCAL_CHECKS, NODE_CHECKS, check_warm_up
+from suites.trainees import Make
+from suites.training import CHECKS
+from suites.weighted_training import WEIGHTED_CHECKS, check_samples
 from trainees.lists import Lists
 
 import ringreduce as rr
-from ringreduce.testing.late_training import LATE_CHECKS
-from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS, check_warm_up
 from ringreduce.testing.toy import Toy
-from ringreduce.testing.trainees import Make
-from ringreduce.testing.training import CHECKS
-from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_samples
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.optimizer import ListTraining

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-
-from ringreduce.testing.late_training import LATE_CHECKS
-from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS
-from ringreduce.testing.trainees import Make
-from ringreduce.testing.training import CHECKS, check_mismatches
-from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_samples_of_wires
+from suites.late_training import LATE_CHECKS
+from suites.local_training import LOCAL_CHECKS, NODE_CHECKS
+from suites.trainees import Make
+from suites.training import CHECKS, check_mismatches
+from suites.weighted_training import WEIGHTED_CHECKS, check_samples_of_wires
 
 pytest.importorskip("jax")
 from trainees.with_jax import Jax, LocalJax

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
-from ringreduce.testing.late_training import LATE_CHECKS
-from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS
-from ringreduce.testing.trainees import Make
-from ringreduce.testing.weighted_training import WEIGHTED_CHECKS, check_late_missing_numbers
+from suites.late_training import LATE_CHECKS
+from suites.local_training import LOCAL_CHECKS, NODE_CHECKS
+from suites.trainees import Make
+from suites.weighted_training import WEIGHTED_CHECKS, check_late_missing_numbers
 
 keras = pytest.importorskip("keras")
 from trainees.with_keras import Keras, LocalKeras  # noqa: E402

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-
-from ringreduce.testing.late_training import LATE_CHECKS
-from ringreduce.testing.local_training import LOCAL_CHECKS, NODE_CHECKS
-from ringreduce.testing.trainees import Make
-from ringreduce.testing.weighted_training import WEIGHTED_CHECKS
+from suites.late_training import LATE_CHECKS
+from suites.local_training import LOCAL_CHECKS, NODE_CHECKS
+from suites.trainees import Make
+from suites.weighted_training import WEIGHTED_CHECKS
 
 pytest.importorskip("tensorflow")
 from trainees.with_tensorflow import LocalTensorFlow, TensorFlow

@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-
-import ringreduce as rr
-from ringreduce.testing.late_training import Delayed, make_late
-from ringreduce.testing.toy import RATE
-from ringreduce.testing.trainees import (
+from suites.late_training import Delayed, make_late
+from suites.trainees import (
     MOMENTUM,
     OneProcess,
     assert_equal_on_ranks,
@@ -30,6 +27,9 @@ from ringreduce.testing.trainees import (
     start,
     train,
 )
+
+import ringreduce as rr
+from ringreduce.testing.toy import RATE
 from ringreduce.transport import mpi
 
 torch = pytest.importorskip("torch")

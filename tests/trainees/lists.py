@@ -15,7 +15,7 @@ from ringreduce.training.optimizers.optimizer import ListTraining
 
 
 class Lists:
-    """See `ringreduce.testing.trainees.Trainee`; ``momentum`` is that of the steps."""
+    """See `suites.trainees.Trainee`; ``momentum`` is that of the steps."""
 
     def __init__(
         self,

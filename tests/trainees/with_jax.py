@@ -17,7 +17,7 @@ from ringreduce.testing.toy import RATE
 
 
 class Jax:
-    """See `ringreduce.testing.trainees.Trainee`; weights lie in NumPy arrays, as the suite overwrites them.
+    """See `suites.trainees.Trainee`; weights lie in NumPy arrays, as the suite overwrites them.
 
     Args:
         values: weights by name.
@@ -89,7 +89,7 @@ class Jax:
 
 
 class LocalJax(Jax):
-    """See `ringreduce.testing.local_training.LocalTrainee`; parameters are a list, as a dict would be sorted."""
+    """See `suites.local_training.LocalTrainee`; parameters are a list, as a dict would be sorted."""
 
     def __init__(
         self, values: Mapping[str, Any], *, compiled: bool = True, momentum: float = 0.0, **options: Any

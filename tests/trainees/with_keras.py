@@ -14,7 +14,7 @@ from ringreduce.testing.toy import RATE
 
 
 class Keras:
-    """See `ringreduce.testing.trainees.Trainee`.
+    """See `suites.trainees.Trainee`.
 
     Args:
         values: weights by name.
@@ -67,7 +67,7 @@ class Parameters(keras.layers.Layer):  # type: ignore[misc]
 
 
 class LocalKeras(Keras):
-    """See `ringreduce.testing.local_training.LocalTrainee`: a loop of its own calls the methods that `fit` calls."""
+    """See `suites.local_training.LocalTrainee`: a loop of its own calls the methods that `fit` calls."""
 
     def __init__(self, values: Mapping[str, Any], *, momentum: float = 0.0, **options: Any) -> None:
         self.local = hvd.callbacks.DiLoCoCallback(**options)

@@ -14,7 +14,7 @@ from ringreduce.testing.toy import RATE
 
 
 class TensorFlow:
-    """See `ringreduce.testing.trainees.Trainee`.
+    """See `suites.trainees.Trainee`.
 
     Args:
         values: weights by name.
@@ -71,7 +71,7 @@ class TensorFlow:
 
 
 class LocalTensorFlow(TensorFlow):
-    """See `ringreduce.testing.local_training.LocalTrainee`."""
+    """See `suites.local_training.LocalTrainee`."""
 
     def wrap(self, sgd: Any, **options: Any) -> Any:
         self.local = hvd.DiLoCo(list(self.named.values()), **options)

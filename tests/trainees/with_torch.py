@@ -13,7 +13,7 @@ from ringreduce.testing.toy import RATE
 
 
 class Torch:
-    """See `ringreduce.testing.trainees.Trainee`.
+    """See `suites.trainees.Trainee`.
 
     Args:
         values: weights by name.
@@ -70,7 +70,7 @@ class Torch:
 
 
 class LocalTorch(Torch):
-    """See `ringreduce.testing.local_training.LocalTrainee`."""
+    """See `suites.local_training.LocalTrainee`."""
 
     wrap = hvd.DiLoCo
 

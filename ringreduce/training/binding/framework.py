@@ -28,7 +28,7 @@ serve.
 A distributed optimizer is the framework's own optimizer with a `Training` of
 `ringreduce.training.optimizers.optimizer`: it calls `Training.begin` when it is made and `Gradients.reduce` before each
 step; hooks call a `Watcher`. The methods of these classes are local: they touch the framework's arrays and call nothing
-of ringreduce but `Communicator.empty`. `ringreduce.testing.training` checks any binding.
+of ringreduce but `Communicator.empty`. `tests/suites` checks any binding.
 
 Arrays have a ``shape`` (a tuple of whole numbers) and a ``dtype`` (that prints as NumPy's or torch's do); both can be
 hashed. Memory is read and written by `ringreduce.buffers`, which takes NumPy arrays, torch tensors, CuPy arrays and

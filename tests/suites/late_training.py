@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ringreduce import runtime
-from ringreduce.common.errors import ConfigError, MismatchError
-from ringreduce.testing.trainees import (
+from suites.trainees import (
     MOMENTUM,
     Floats,
     Make,
@@ -26,6 +24,9 @@ from ringreduce.testing.trainees import (
     start,
     train,
 )
+
+from ringreduce import runtime
+from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.training.calls.ops import Adasum
 from ringreduce.training.compression.powersgd import PowerSGD
 

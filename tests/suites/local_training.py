@@ -12,12 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-
-from ringreduce import runtime
-from ringreduce.common.errors import ConfigError, MismatchError
-from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.testing.toy import RATE
-from ringreduce.testing.trainees import (
+from suites.trainees import (
     MOMENTUM,
     Floats,
     OneProcess,
@@ -33,6 +28,11 @@ from ringreduce.testing.trainees import (
     start,
     train,
 )
+
+from ringreduce import runtime
+from ringreduce.common.errors import ConfigError, MismatchError
+from ringreduce.runtime.process_sets import ProcessSet
+from ringreduce.testing.toy import RATE
 from ringreduce.training.calls.requests import join
 from ringreduce.training.compression.powersgd import PowerSGD
 

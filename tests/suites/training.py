@@ -13,10 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
-from ringreduce import runtime
-from ringreduce.common.errors import MismatchError
-from ringreduce.testing.trainees import (
+from suites.trainees import (
     Floats,
     Make,
     Named,
@@ -26,6 +23,9 @@ from ringreduce.testing.trainees import (
     assert_near,
     assert_raises,
 )
+
+from ringreduce import runtime
+from ringreduce.common.errors import MismatchError
 from ringreduce.training.calls.requests import join
 from ringreduce.training.compression.powersgd import PowerSGD
 

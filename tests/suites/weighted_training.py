@@ -9,10 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ringreduce import runtime
-from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
-from ringreduce.testing.late_training import Delayed
-from ringreduce.testing.trainees import (
+from suites.late_training import Delayed
+from suites.trainees import (
     MOMENTUM,
     Make,
     OneProcess,
@@ -25,6 +23,9 @@ from ringreduce.testing.trainees import (
     start,
     train,
 )
+
+from ringreduce import runtime
+from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.training.calls.ops import Adasum, Sum
 from ringreduce.training.data.shares import Batches
 
