@@ -10,14 +10,12 @@ from typing import Any
 
 from ringreduce.common.errors import ConfigError, ForeignFileError, name_ranks
 from ringreduce.common.files import read_file
-from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.observe.snapshots import Snapshot
-from ringreduce.observe.waits import Wait, waits
+from ringreduce.observe.waits import place_in_program, places_in_words, waits
 
 _MOST_NBYTES = 64 << 20  # of a dump, which has the last calls and the stacks of a rank
 _MOST_RANKS = 1 << 20
-_OURS = str(Path(__file__).parents[1])
 
 
 def load(folder: str | Path, keys: KeyFile = PLAIN) -> dict[int, Snapshot]:
@@ -61,10 +59,10 @@ def _printable(value: Any) -> Any:
 
 def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
     """Return what ranks waited for, who did not come, and where each rank is, a sentence each; and who is silent."""
-    said = [sentence for wait in waits(dumps) if (sentence := _sentence(dumps, wait))]
+    places = {rank: _place(dumps[rank]) for rank in sorted(dumps)}
+    said = [sentence + places_in_words(places, wait.absent) for wait in waits(dumps) if (sentence := wait.in_words())]
     if not said:
         said.append("no rank was waiting for another")
-    places = {rank: _place(dumps[rank]) for rank in sorted(dumps)}
     told = "".join(said)
     said += [
         f"rank {rank} is at {where}" for rank, where in places.items() if where and f"rank {rank} is at" not in told
@@ -75,31 +73,7 @@ def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
     return said
 
 
-def _sentence(dumps: Mapping[int, Snapshot], wait: Wait) -> str:
-    """Return who has not come to what; nothing if all have submitted an operation."""
-    present = name_ranks(sorted(wait.present))
-    first = wait.first
-    if wait.is_call:
-        what = f"blocking call {first['number']}, {first['collective']} of {format_nbytes(first['nbytes'])}"
-        if wait.where != "world":
-            what += f" in the {wait.where}"
-        if not wait.absent:
-            return f"{present} were in {what}, to which all have come"
-        said = f"{name_ranks(wait.absent)} never entered {what}, in which {present} waited"
-    elif not wait.absent:
-        return ""
-    else:
-        what = f"{first['name']!r} ({first['signature']})"
-        said = f"{name_ranks(wait.absent)} never submitted {what}, which {present} submitted at {first['place']}"
-    places = [(rank, _place(dumps[rank])) for rank in wait.absent]
-    return said + "".join(f"; rank {rank} is at {place}" for rank, place in places if place)
-
-
 def _place(dump: Snapshot) -> str:
     """Say where the main thread of a rank is, in the program's own code."""
     stack: list[dict[str, Any]] = next((each["stack"] for each in dump["threads"] if each["name"] == "MainThread"), [])
-    own = [frame for frame in stack if not frame["file"].startswith(_OURS)]
-    if not own:
-        return ""
-    frame = own[-1]
-    return f"{frame['file']}:{frame['line']} in {frame['function']}" + (f" ({frame['text']})" if frame["text"] else "")
+    return place_in_program((each["file"], each["line"], each["function"], each["text"]) for each in reversed(stack))

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ringreduce.common.errors import name_ranks
 from ringreduce.observe.metrics import Family, openmetrics
 from ringreduce.observe.reported_values import mean_values
 from ringreduce.observe.waits import waits
@@ -81,13 +80,10 @@ def _waiting(ranks: Mapping[int, Snapshot]) -> dict[int, str]:
     """Return whom the ranks of a job wait for, in words, by rank."""
     found = {}
     for wait in waits(ranks):
-        absent = wait.absent or wait.unseen
-        whom = name_ranks(absent) if absent else "all, who have come"
-        for rank, entry in wait.present.items():
-            what, since = (entry["collective"], "started") if wait.is_call else (repr(entry["name"]), "submitted")
-            seconds = ranks[rank]["time"] - entry[since]
+        for rank in wait.present:
+            seconds, what = wait.of_rank(rank, ranks[rank]["time"])
             if seconds >= _WAITING_S:
-                found[rank] = f"{seconds:.0f} s in {what} for {whom}"
+                found[rank] = f"{seconds:.0f} s in {what}"
     return found
 
 

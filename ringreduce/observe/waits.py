@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from ringreduce.common.errors import name_ranks
+from ringreduce.common.quantities import format_nbytes
+
+_NOT_THE_PROGRAM = (str(Path(__file__).parents[1]), "<frozen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,31 @@ class Wait:
     @property
     def is_call(self) -> bool:
         return "collective" in self.first
+
+    def in_words(self) -> str:
+        """Return who has not come to what; of an operation that all have submitted, nothing."""
+        first = self.first
+        present = name_ranks(sorted(self.present))
+        if not self.is_call:
+            if not self.absent:
+                return ""
+            what = f"{first['name']!r} ({first['signature']})"
+            return f"{name_ranks(self.absent)} never submitted {what}, which {present} submitted at {first['place']}"
+        what = f"blocking call {first['number']}, {first['collective']} of {format_nbytes(first['nbytes'])}"
+        if self.where != "world":
+            what += f" in the {self.where}"
+        if not self.absent:
+            return f"{present} were in {what}, to which all have come"
+        return f"{name_ranks(self.absent)} never entered {what}, in which {present} waited"
+
+    def of_rank(self, rank: int, now_s: float) -> tuple[float, str]:
+        """Return for how many seconds a rank has waited, and in what for whom; ``now_s``: seconds since 1970."""
+        entry = self.present[rank]
+        absent = self.absent or self.unseen
+        whom = name_ranks(absent) if absent else "all, who have come"
+        if self.is_call:
+            return now_s - entry["started"], f"{entry['collective']} for {whom}"
+        return now_s - entry["submitted"], f"{entry['name']!r} for {whom}"
 
 
 def _sets_of(snapshots: Mapping[int, Mapping[str, Any]]) -> list[dict[int, dict[str, Any]]]:
@@ -64,3 +95,20 @@ def waits(snapshots: Mapping[int, Mapping[str, Any]]) -> Iterator[Wait]:
             inside = {rank: call for rank, call in inside.items() if call["ended"] is None}
             absent = [rank for rank in sets if rank not in last or last[rank]["number"] < number]
             yield Wait(first["name"], inside, absent=absent, unseen=unseen)
+
+
+def place_in_program(frames: Iterable[tuple[str, int, str, str]]) -> str:
+    """Return where a thread is in the program's own code; empty if it is nowhere there.
+
+    Args:
+        frames: file, line, function and text of the line of each frame, the innermost first.
+    """
+    for file, line, function, text in frames:
+        if not file.startswith(_NOT_THE_PROGRAM):
+            return f"{file}:{line} in {function}" + (f" ({text})" if text else "")
+    return ""
+
+
+def places_in_words(places: Mapping[int, str], ranks: Sequence[int]) -> str:
+    """Return where some ranks are, to be added to a sentence; those of whom no place is known are left out."""
+    return "".join(f"; rank {rank} is at {places[rank]}" for rank in ranks if places[rank])

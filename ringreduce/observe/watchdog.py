@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import name_ranks
-from ringreduce.observe.waits import waits
+from ringreduce.observe.waits import place_in_program, places_in_words, waits
 
 _SILENT_S = 5.0  # of a rank that tells of itself every second
-_OURS = str(Path(__file__).parents[1])
 _SHOWN = 4  # ranks whose places are said
 
 
@@ -39,16 +38,8 @@ class Activity:
             "progress": made + calls,
             "begun": made > 0,
             "busy": self._busy[-1] if self._busy else None,
-            "place": self._place(),
+            "place": _main_thread_place(),
         }
-
-    def _place(self) -> str:
-        """Return where the main thread is in the program's own code."""
-        ident = threading.main_thread().ident
-        frame = None if ident is None else sys._current_frames().get(ident)
-        while frame is not None and frame.f_code.co_filename.startswith((_OURS, "<frozen")):
-            frame = frame.f_back
-        return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 class Watchdog:
@@ -93,17 +84,21 @@ class Watchdog:
         silent += [rank for rank, each in ranks.items() if now - each.get("arrived", each["time"]) > _SILENT_S]
         if silent:
             return f"{name_ranks(sorted(silent))} told nothing: stopped, lost, or in code that holds Python"
+        places = {rank: each["place"] for rank, each in ranks.items()}
         for wait in waits(ranks):
-            what = wait.first["collective"] if wait.is_call else repr(wait.first["name"])
-            present = name_ranks(sorted(wait.present))
             if wait.absent:
-                absent = name_ranks(wait.absent)
-                return f"{absent} did not come to {what}, in which {present} waited{_at(ranks, wait.absent)}"
+                return wait.in_words() + places_in_words(places, wait.absent[:_SHOWN])
             if wait.is_call:
-                return f"all ranks are in {what}, which does not end: look at the network, and at who has left before"
-        return f"no rank waits for another{_at(ranks, sorted(ranks))}"
+                return f"{wait.in_words()}: look at the network, and at who has left before"
+        return f"no rank waits for another{places_in_words(places, sorted(ranks)[:_SHOWN])}"
 
 
-def _at(ranks: dict[int, dict[str, Any]], which: Sequence[int]) -> str:
-    """Return where some ranks are."""
-    return "".join(f"; rank {rank} is at {ranks[rank]['place']}" for rank in which[:_SHOWN] if ranks[rank]["place"])
+def _main_thread_place() -> str:
+    """Return where the main thread is in the program's own code, without the text of the line: no file is read."""
+    ident = threading.main_thread().ident
+    frame = None if ident is None else sys._current_frames().get(ident)
+    if frame is None:
+        return ""
+    return place_in_program(
+        (each.f_code.co_filename, line, each.f_code.co_name, "") for each, line in traceback.walk_stack(frame)
+    )

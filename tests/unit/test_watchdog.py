@@ -93,12 +93,17 @@ def test_the_cause_is_the_rank_that_does_not_come() -> None:
     job.look(0.0)
     said = job.look(11.0)
     assert said is not None
-    assert said.endswith("rank 1 did not come to allreduce, in which rank 0 waited; rank 1 is at train.py:1 in load")
+    assert said.endswith(
+        "rank 1 never entered blocking call 7, allreduce of 8 B, in which rank 0 waited; "
+        "rank 1 is at train.py:1 in load"
+    )
 
     job = Job()
     job.calls = [job.call(7, ended=False), job.call(7, ended=False)]
     job.look(0.0)
-    assert "all ranks are in allreduce, which does not end" in str(job.look(11.0))
+    assert "ranks 0-1 were in blocking call 7, allreduce of 8 B, to which all have come: look at the network" in str(
+        job.look(11.0)
+    )
 
     job = Job()
     job.look(0.0)
