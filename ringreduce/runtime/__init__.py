@@ -111,6 +111,7 @@ __all__ = [
     "stopping",
     "trains",
     "transport",
+    "when_shut_down",
     "world",
 ]
 
@@ -328,6 +329,11 @@ def transport() -> tuple[Messages, Lifetime]:
     """Return a transport between all ranks for one purpose, and how long it can be used. Collective."""
     here = _process.rank_here()
     return here.transport(), here.lifetime
+
+
+def when_shut_down(call: Callable[[], object]) -> None:
+    """Have a function called on this rank once all ranks have ended the world. Local."""
+    _process.rank_here().lifetime.listen("closed", call)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

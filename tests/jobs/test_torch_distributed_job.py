@@ -246,3 +246,28 @@ def test_launchers_are_known_or_told_what_works(starts: dict[str, list[Any]], na
         assert said in errors
     else:
         assert (code, output) == (0, "sum 1.0\n"), errors
+
+
+def test_the_folder_of_the_store_stays_until_the_world_ends() -> None:
+    """Rank 0 removed it as it ended, while torch's store of another rank looked into it, and waited for minutes."""
+    done = launching.run_job(
+        2,
+        source="""
+        import atexit
+        from pathlib import Path
+        import torch.distributed as dist
+        import ringreduce.torch as hvd
+        from ringreduce.torch.distributed import process_group
+
+        def look():
+            print("there:", Path(process_group._folders[0].name).is_dir())
+
+        hvd.init()
+        if hvd.rank() == 0:
+            atexit.register(look)  # called before the world ends, and after all that is registered later
+        dist.init_process_group("ringreduce")
+        dist.destroy_process_group()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["there:", "True"]

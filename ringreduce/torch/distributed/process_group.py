@@ -9,7 +9,6 @@ sent a message. So it is taken for groups with other backends alone. `Collective
 
 from __future__ import annotations
 
-import atexit
 import secrets
 import socket
 import tempfile
@@ -43,7 +42,7 @@ _stores: Any = dist  # which has them, though not in its types
 
 _KIND = "custom"  # torch's word for all backends but its own
 
-#: Where the ranks of one machine keep torch's store; removed with the process.
+#: Where the ranks of one machine keep torch's store; removed with the world.
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
@@ -75,7 +74,9 @@ def _store() -> Any:
     if _is_on_one_host():
         if runtime.rank() == 0:
             _folders.append(tempfile.TemporaryDirectory(prefix="ringreduce-", dir=launch().job_folder))
-            atexit.register(_folders[-1].cleanup)  # else Python warns, as `Join` lets all warnings show
+            # Not before all ranks have come to the end: torch's store waits for minutes for a folder that goes as it
+            # ends itself.
+            runtime.when_shut_down(_folders[-1].cleanup)
         where = broadcast_object(f"{_folders[-1].name}/store" if runtime.rank() == 0 else "")
         return _stores.FileStore(where, size)
     messages, lifetime = runtime.transport()
