@@ -12,7 +12,10 @@ work is an error on all ranks and not a hang. Gradients flow through collectives
 conventions: see `ringreduce.common.conventions`.
 """
 
+import importlib.util
 import sys
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from ringreduce.common.libraries import require_framework
 
@@ -20,10 +23,13 @@ _BUILDS = " (for the builds that there are see https://pytorch.org/get-started)"
 require_framework("torch", __name__, f"{_BUILDS}; ringreduce itself takes NumPy arrays without it")
 
 # ruff: noqa: E402  # what follows imports torch
+import torch
+
 import ringreduce_torch_backend
 from ringreduce import runtime
 from ringreduce.collectives import Collective
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.common.errors import CollectiveError as HorovodInternalError
 from ringreduce.runtime import set_conventions
 from ringreduce.runtime.world_names import (
     ProcessSet,
@@ -60,7 +66,6 @@ from ringreduce.torch.compression import Compression
 from ringreduce.torch.data import DistributedSampler, Shard
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringreduce.torch.local import DiLoCo, LocalSGD
-from ringreduce.torch.mpi_ops import HorovodInternalError, cuda_built
 from ringreduce.torch.ops import (
     allgather,
     allgather_async,
@@ -206,6 +211,17 @@ __all__ = [
     "synchronize",
     "weighted_average",
 ]
+
+#: What programs note of operations under way, by handle; forgotten with the handle. Operations here keep their tensors.
+_handle_map: WeakKeyDictionary[Handle, Any] = WeakKeyDictionary()
+
+_basics = mpi_ops  # in Horovod an object whose methods are the functions that are here
+
+
+def cuda_built() -> bool:
+    """Return whether CUDA tensors can be used: torch is built for CUDA, and CuPy is installed. There may be no GPU."""
+    return torch.version.cuda is not None and importlib.util.find_spec("cupy") is not None
+
 
 runtime.follow_timelines(phases.follow)
 phases.count_steps()

@@ -85,6 +85,8 @@ def test_every_module_of_the_binding_has_horovods_name(alone: None) -> None:
     modules = ["ringreduce.torch", *(each.name for each in pkgutil.walk_packages(torch.__path__, "ringreduce.torch."))]
     below = [name.removeprefix("ringreduce.") for name in modules if "lightning" not in name]  # whose import takes long
     assert {"torch.mpi_ops", "torch.optimizer", "torch.compression", "torch.functions"} <= set(below)
+    below.remove("torch.mpi_ops")  # which is the binding itself
+    assert horovods("torch.mpi_ops") is importlib.import_module("ringreduce.torch.mpi_ops") is torch
     for name in below:
         ours = importlib.import_module(f"ringreduce.{name}")
         assert horovods(name) is ours, name
