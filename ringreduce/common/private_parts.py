@@ -1,10 +1,12 @@
-"""Parts of libraries that have no public interface: each is checked by itself, and it is known what is lost without it.
+"""Parts of libraries that have no public interface: a table says whether each is there, and what is lost without it.
 
-What touches them lies in one ``private.py`` per binding, as named functions; `doctor` runs their checks.
+What touches them lies in one ``private.py`` per binding, as named functions; `doctor` reads their tables. What the
+functions do with the parts is tested with each version.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,28 +18,34 @@ class Part(NamedTuple):
 
     Attributes:
         name: of the function that touches it.
-        works: returns whether it is as expected in the installed version; any error means no.
+        is_there: returns whether the installed version has it; any error means no.
         without: what users lose where it is not, as the end of a sentence that begins with "without it".
     """
 
     name: str
-    works: Callable[[], object]
+    is_there: Callable[[], object]
     without: str
 
 
 def missing(parts: Sequence[Part]) -> dict[str, str]:
-    """Return the parts that are not as expected, by name, with what is lost without them; empty if all are.
+    """Return the parts that are not there, by name, with what is lost without them; empty if all are.
 
     Local; it takes some milliseconds and changes nothing.
     """
-    return {each.name: each.without for each in parts if not _works(each)}
+    return {each.name: each.without for each in parts if not _is_there(each)}
 
 
-def _works(part: Part) -> bool:
+def _is_there(part: Part) -> bool:
     try:
-        return bool(part.works())
+        return bool(part.is_there())
     except Exception:  # whatever a changed library makes of it
         return False
+
+
+def mentions(function: Callable[..., object], name: str) -> bool:
+    """Return whether the code of a function has a name in it, as an attribute or as a text."""
+    code = inspect.unwrap(function).__code__
+    return name in code.co_names or name in code.co_consts
 
 
 def lacking(library: str, version: str, part: str, instead: str) -> ConfigError:

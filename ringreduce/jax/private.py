@@ -20,7 +20,7 @@ import optax
 from jax._src.interpreters import mlir as _mlir
 from jax.extend import core
 
-from ringreduce.common.private_parts import Part, lacking, missing
+from ringreduce.common.private_parts import Part, lacking, mentions, missing
 
 #: The versions of JAX with which all of this was tried; the tests run with the last one.
 TRIED = ("0.5.0", "0.10.2")
@@ -125,54 +125,25 @@ def around_that_skips() -> str | None:
     return None
 
 
-def _sees_skips() -> bool:
-    seen: list[str | None] = []
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        seen.append(around_that_skips())
-        return updates, state
-
-    inner = optax.GradientTransformation(lambda params: (), update)
-    skipping = optax.MultiSteps(inner, 1, should_skip_update_fn=optax.skip_not_finite)
-    for each in (inner, optax.apply_if_finite(inner, 1), optax.MultiSteps(inner, 1), skipping):
-        jax.eval_shape(lambda updates, each=each: each.update(updates, each.init(updates)), 1.0)
-    # The step that MultiSteps leaves out is traced, too, for its shapes.
-    return list(map(bool, seen[:2])) == [False, True] and not any(seen[2:4]) and any(seen[4:])
-
-
-def _programs_are_changed() -> bool:
-    seen: list[Any] = []
-    before_compiling(seen.append)
-    try:
-        jax.jit(lambda: ()).lower()
-    finally:
-        _changes.remove(seen.append)
-    return bool(seen)
-
-
-def _traces_differ() -> bool:
-    seen: list[Any] = []
-
-    def program() -> tuple[()]:
-        seen.extend(trace_state(convention="ringreduce") for _ in range(2))
-        return ()
-
-    jax.make_jaxpr(program)()
-    return bool(seen[0] == seen[1] != trace_state(convention="ringreduce"))
+def _knows_what_skips() -> bool:
+    is_set = mentions(optax.MultiSteps.__init__, "_should_skip_update_fn")
+    return is_set and all(_codes_in(each) for each in ("apply_if_finite", "MultiSteps.__init__"))
 
 
 PARTS = (
-    Part("trace_state", _traces_differ, "collectives of compiled programs need a name"),
+    Part("trace_state", lambda: trace_state is not _no_trace_state, "collectives of compiled programs need a name"),
     Part(
         "before_compiling",
-        _programs_are_changed,
+        lambda: hasattr(_mlir, "lower_jaxpr_to_module"),
         "ranks whose programs compute different things may mix the collectives of a function that is traced once",
     ),
-    Part("around_that_skips", _sees_skips, "apply_if_finite or MultiSteps around a transformation is not refused"),
+    Part(
+        "around_that_skips", _knows_what_skips, "apply_if_finite or MultiSteps around a transformation is not refused"
+    ),
     Part("foreign_interface", lambda: foreign_interface() == _MAJOR, "compiled programs cannot call collectives"),
 )
 
 
 def self_test() -> dict[str, str]:
-    """Return the functions that do not work with this version of JAX, and what is lost; see `missing`."""
+    """Return the functions of which this version of JAX lacks the part, and what is lost; see `missing`."""
     return missing(PARTS)

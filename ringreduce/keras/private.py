@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from ringreduce.common.private_parts import Part, missing
+from ringreduce.common.private_parts import Part, mentions, missing
 from ringreduce.training.binding.keras_private import parts_of_optimizers
 
 
@@ -55,41 +55,35 @@ def velocities_of(optimizer: Any) -> Sequence[Any]:
     return found
 
 
-def _state_is_known() -> bool:
-    if keras.backend.backend() != "jax":
-        return True
-    code = keras.Model.jax_state_sync.__code__
-    return "_jax_state" in {*code.co_names, *code.co_consts}
-
-
-def _has_initial_epoch() -> bool:
-    return hasattr(keras.Sequential([keras.layers.Identity()]), "_initial_epoch")
-
-
-def _finds_inner_layers() -> bool:
-    inner = keras.Sequential([keras.layers.Identity()])
-    model = keras.Sequential([inner])
-    found = {id(each) for each in layers_of(model)}
-    return hasattr(model, "_flatten_layers") and {id(model), id(inner), id(inner.layers[0])} <= found
-
-
 def _has_velocities() -> bool:
     kinds = keras.optimizers.SGD, keras.optimizers.RMSprop
     optimizers = [kind(0.5, momentum=0.5) for kind in kinds]
     for each in optimizers:
         each.build([keras.Variable([1.0])])
-    return all(len(velocities_of(each)) == 1 for each in optimizers)
+    return all(velocities_of(each) for each in optimizers)
 
 
 PARTS = (
     *parts_of_optimizers(keras),
-    Part("forget_state", _state_is_known, "on jax, fit() raises another error than that of a failed step"),
-    Part("give_initial_epoch", _has_initial_epoch, "BackupAndRestore is needed on all ranks"),
-    Part("layers_of", _finds_inner_layers, "DiLoCoCallback may average statistics of frozen layers"),
+    Part(
+        "forget_state",
+        lambda: keras.backend.backend() != "jax" or mentions(keras.Model.jax_state_sync, "_jax_state"),
+        "on jax, fit() raises another error than that of a failed step",
+    ),
+    Part(
+        "give_initial_epoch",
+        lambda: hasattr(keras.Sequential([keras.layers.Identity()]), "_initial_epoch"),
+        "BackupAndRestore is needed on all ranks",
+    ),
+    Part(
+        "layers_of",
+        lambda: hasattr(keras.Model, "_flatten_layers"),
+        "DiLoCoCallback may average statistics of frozen layers",
+    ),
     Part("velocities_of", _has_velocities, "momentum_correction of callbacks does nothing"),
 )
 
 
 def self_test() -> dict[str, str]:
-    """Return the functions that do not work with this version of Keras, and what is lost; see `missing`."""
+    """Return the functions of which this version of Keras lacks the part, and what is lost; see `missing`."""
     return missing(PARTS)

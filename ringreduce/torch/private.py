@@ -1,28 +1,28 @@
 """Torch's private parts; no other module of this binding touches any.
 
 Each function says what it touches, why nothing public does the same, and what is done without it. All were tried with
-the versions in `TRIED`. Where a new version lacks a part or has changed it, `self_test` names the function, and only
-that function is to be changed. What is called for each tensor of a step is bound once, when this module is imported.
+the versions in `TRIED`. Where a new version lacks a part, `self_test` names the function, and only that function is to
+be changed. What is called for each tensor of a step is bound once, when this module is imported.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from importlib import import_module
 from operator import attrgetter, methodcaller
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.private_parts import Part, lacking, missing
+from ringreduce.common.private_parts import Part, lacking, mentions, missing
 
 if TYPE_CHECKING:
     from torch.nn.modules import batchnorm
@@ -476,225 +476,100 @@ def accelerate_state() -> Mapping[str, Any] | None:
     return getattr(state, "_shared_state", None)
 
 
-# ---- self-test ----
+# ---- what is there ----
 
 
-def _holders_are_counted() -> bool:
-    tensor = torch.zeros(1, device="cpu")
-    alone = references(tensor)
-    view = tensor.detach()
-    return references(tensor) > alone and view is not tensor
+def _knows_overflows() -> bool:
+    return "found_inf_per_device" in scaler_state(torch.amp.GradScaler("cpu"), 0)
 
 
-def _versions_are_counted() -> bool:
-    with torch.inference_mode(False):
-        tensor = torch.zeros(1, device="cpu")
-        before = version_of(tensor)
-        return version_of(tensor.zero_()) > before
-
-
-def _entries_are_raw() -> bool:
-    place = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-    twice = torch.sparse_coo_tensor(place, torch.ones(2, device="cpu"), (1,), check_invariants=True)
-    return [each.numel() for each in raw_entries(twice)] == [2, 2]
-
-
-def _many_at_once() -> bool:
-    source = torch.ones(1, device="cpu")
-    target = torch.zeros(1, device="cpu")
-    copy_all([target], [source])
-    copied = bool(target)
-    zero_all([target])
-    return copied and not target and copy_all is not _copy_each and zero_all is not _zero_each
-
-
-class _Nesting(torch.autograd.Function):
-    """The identity, of which the evaluation makes a backward pass of its own and calls a function there."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, action: Callable[[], object]) -> torch.Tensor:
-        ctx.action = action
-        return given.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        _run_pass(ctx.action)
-        return *gradients, None
-
-
-def _run_pass(action: Callable[[], object], *, nested: bool = False) -> None:
-    """Make a backward pass in which a function is called; with ``nested`` in a pass within it."""
-    with torch.inference_mode(False), torch.enable_grad():
-        parameter = torch.ones(1, device="cpu", requires_grad=True)
-        if nested:
-            result = _Nesting.apply(parameter * 2, action)  # type: ignore[no-untyped-call]
-        else:
-            result = parameter * 2
-            result.register_hook(lambda _: action())  # type: ignore[no-untyped-call]
-        result.sum().backward()
-
-
-def _seen_in_pass(look: Callable[[], Any], *, nested: bool = False) -> Any:
-    """Return what a function returns within a backward pass."""
-    seen: list[Any] = []
-    _run_pass(lambda: seen.append(look()), nested=nested)
-    return seen[0]
-
-
-def _ends_are_heard() -> bool:
-    ended: list[int] = []
-    during = _seen_in_pass(lambda: at_end_of_pass(partial(ended.append, 1)) or len(ended))
-    return (during, ended) == (0, [1])
-
-
-def _is_seen_from_hook() -> bool:
-    seen: list[bool] = []
-    _run_pass(lambda: seen.append(is_called_by_autograd()))  # the hook calls this lambda: one call more than DDP
-    with torch.inference_mode(False), torch.enable_grad():
-        parameter = torch.ones(1, device="cpu", requires_grad=True)
-        parameter.register_hook(lambda _: seen.append(is_called_by_autograd()))  # type: ignore[no-untyped-call]
-        (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
-    return seen == [False, True]
-
-
-def _hooks_are_reordered() -> bool:
-    called: list[int] = []
-    parameter = torch.ones(1, device="cpu", requires_grad=True)
-    with torch.inference_mode(False), torch.enable_grad():
-        parameter.register_post_accumulate_grad_hook(lambda _: called.append(2))  # type: ignore[no-untyped-call]
-        handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append(1))  # type: ignore[no-untyped-call]
-        call_first(handle)
-        (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
-    return called == [1, 2]
-
-
-class _Asked(torch.optim.Optimizer):
-    """An optimizer that notes which GradScaler asks for its parameters; torch's own would import the compiler."""
-
-    def __init__(self) -> None:
-        parameter = torch.ones(1, device="cpu", requires_grad=True)
-        parameter.grad = torch.ones(1, device="cpu")
-        self._groups = [{"params": [parameter], "lr": 0.1}]
-        self.asking: torch.amp.GradScaler | None = None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        self.asking = scaler_of(frame_above(1)) or self.asking
-        return self._groups
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""
-
-
-def _unscaled() -> tuple[torch.amp.GradScaler, _Asked]:
-    """Return a GradScaler that has unscaled the gradients of an optimizer, and that."""
-    optimizer = _Asked()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1, device="cpu"))
-    scaler.unscale_(optimizer)
-    return scaler, optimizer
-
-
-def _scaler_is_recognised() -> bool:
-    scaler, optimizer = _unscaled()
-    return _has_unscaling and optimizer.asking is scaler
-
-
-def _scaler_state_is_known() -> bool:
-    scaler, optimizer = _unscaled()
-    return has_looked(scaler_state(scaler, id(optimizer)))
-
-
-def _warns_of_order(*, marked: bool) -> bool:
-    optimizer = _Asked()
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        if marked:
-            mark_stepped(optimizer)
-        schedule.step()
-    return bool(warned)
-
-
-def _children_have_all_names() -> bool:
-    inner = torch.nn.Identity()
-    return len(children_of(torch.nn.ModuleList([inner, inner]))) == 2
-
-
-def _trees_are_known() -> bool:
-    return hasattr(torch.utils, "_pytree") and leaves({"a": [1, (2,)]}) == [1, 2]
-
-
-def _code_can_be_skipped() -> bool:
-    def function() -> None: ...
-
-    mine = cast("FunctionType", function)
-
-    skip_in_compiler(mine, [mine.__code__], callees=True)
-    return bool(vars(mine))
-
-
-def _has_backends() -> bool:
-    return not torch.distributed.is_available() or isinstance(backend_class(), type)
-
-
-def _works_can_be_kept() -> bool:
-    return not torch.distributed.is_available() or None not in (_keep_work, _work_of)
-
-
-def _lists_groups() -> bool:
-    distributed = torch.distributed
-    return not distributed.is_available() or isinstance(distributed.distributed_c10d._world.pg_map, Mapping)
-
-
-def _groups_have_backends() -> bool:
-    return not torch.distributed.is_available() or hasattr(torch.distributed.ProcessGroup, "_get_backend")
-
-
-def _loaders_are_known() -> bool:
-    loader: Any = torch.utils.data.DataLoader([0])  # type: ignore[arg-type]
-    return isinstance(iter(loader), _Iterator)
+def _in_distributed(is_there: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: not torch.distributed.is_available() or is_there()
 
 
 PARTS = (
-    Part("version_of", _versions_are_counted, "writes to gradients between backward() and step() go unnoticed"),
-    Part("holders_at", _holders_are_counted, "gradients that the program has kept may be overwritten"),
+    Part(
+        "version_of",
+        lambda: hasattr(torch.Tensor, "_version"),
+        "writes to gradients between backward() and step() go unnoticed",
+    ),
+    Part("holders_at", lambda: _counts_holders, "gradients that the program has kept may be overwritten"),
     Part("forbid_resizing", lambda: _resizable_offset() is not None, "tensors of operations cannot be resized later"),
-    Part("raw_entries", _entries_are_raw, "sparse gradients of 16 bits are less exact"),
-    Part("copy_all", _many_at_once, "steps of many small gradients are slower"),
+    Part(
+        "raw_entries",
+        lambda: hasattr(torch.Tensor, "_indices") and hasattr(torch.Tensor, "_values"),
+        "sparse gradients of 16 bits are less exact",
+    ),
+    Part(
+        "copy_all",
+        lambda: hasattr(torch, "_foreach_copy_") and hasattr(torch, "_foreach_zero_"),
+        "steps of many small gradients are slower",
+    ),
     Part(
         "current_pass",
-        lambda: _seen_in_pass(current_pass) != NO_PASS,
+        lambda: hasattr(_C, "_current_graph_task_id"),
         "a pass that an exception ends counts with the next",
     ),
-    Part("at_end_of_pass", _ends_are_heard, "DistributedOptimizer cannot be used"),
+    Part("at_end_of_pass", lambda: at_end_of_pass is not _no_end_of_pass, "DistributedOptimizer cannot be used"),
     Part(
         "following_in_outer_pass",
-        lambda: _seen_in_pass(following_in_outer_pass, nested=True),
+        lambda: None not in (_RUN, _EVALUATE),
         "passes that reentrant checkpoints make count as the program's",
     ),
-    Part("is_called_by_autograd", _is_seen_from_hook, "DDP's hooks that compress gradients fail"),
-    Part("call_first", _hooks_are_reordered, "steps in hooks of the program may take unreduced gradients"),
-    Part("scaler_of", _scaler_is_recognised, "a GradScaler is recognised by less"),
-    Part("scaler_state", _scaler_state_is_known, "a GradScaler cannot be used"),
+    Part("is_called_by_autograd", lambda: _RUN is not None, "DDP's hooks that compress gradients fail"),
+    Part(
+        "call_first",
+        lambda: hasattr(RemovableHandle(OrderedDict()), "hooks_dict_ref"),
+        "steps in hooks of the program may take unreduced gradients",
+    ),
+    Part("scaler_of", lambda: _has_unscaling, "a GradScaler is recognised by less"),
+    Part("scaler_state", _knows_overflows, "a GradScaler cannot be used"),
     Part(
         "mark_stepped",
-        lambda: _warns_of_order(marked=False) and not _warns_of_order(marked=True),
+        lambda: mentions(torch.optim.lr_scheduler.LRScheduler.step, "_opt_called"),
         "schedules of sharded optimizers warn without reason",
     ),
-    Part("children_of", _children_have_all_names, "modules with two names are converted under one"),
-    Part("leaves", _trees_are_known, "less is known of tensors within objects, in commits and traces"),
+    Part(
+        "children_of",
+        lambda: hasattr(torch.nn.Identity(), "_modules"),
+        "modules with two names are converted under one",
+    ),
+    Part(
+        "leaves",
+        lambda: hasattr(getattr(torch.utils, "_pytree", None), "tree_leaves"),
+        "less is known of tensors within objects, in commits and traces",
+    ),
     Part("BatchNorm", lambda: issubclass(torch.nn.SyncBatchNorm, BatchNorm), "batch normalisations are not converted"),
-    Part("skip_in_compiler", _code_can_be_skipped, "functions that communicate must not be compiled"),
+    Part("skip_in_compiler", lambda: _can_skip, "functions that communicate must not be compiled"),
     Part("is_profiling", lambda: _can_profile, "torch's profiles do not show collectives"),
-    Part("get_batches_by", _loaders_are_known, "waiting for a DataLoader counts as input only with loading()"),
-    Part("keep_whole_works", _works_can_be_kept, "DDP's Join that counts the ranks of each step hangs"),
-    Part("backend_class", _has_backends, "torch.distributed takes no second backend beside ringreduce"),
-    Part("is_open_group", _lists_groups, "torch's flight recorder does not watch process groups"),
-    Part("cpu_backend_of", _groups_have_backends, "process groups with a second backend are not recognised"),
+    Part(
+        "get_batches_by",
+        lambda: _Iterator is not None,
+        "waiting for a DataLoader counts as input only with loading()",
+    ),
+    Part(
+        "keep_whole_works",
+        _in_distributed(lambda: None not in (_keep_work, _work_of)),
+        "DDP's Join that counts the ranks of each step hangs",
+    ),
+    Part(
+        "backend_class",
+        _in_distributed(lambda: hasattr(_c10d, "Backend")),
+        "torch.distributed takes no second backend beside ringreduce",
+    ),
+    Part(
+        "is_open_group",
+        _in_distributed(lambda: hasattr(torch.distributed.distributed_c10d._world, "pg_map")),
+        "torch's flight recorder does not watch process groups",
+    ),
+    Part(
+        "cpu_backend_of",
+        _in_distributed(lambda: hasattr(torch.distributed.ProcessGroup, "_get_backend")),
+        "process groups with a second backend are not recognised",
+    ),
 )
 
 
 def self_test() -> dict[str, str]:
-    """Return the functions that do not work with this version of torch, and what is lost; see `missing`."""
+    """Return the functions of which this version of torch lacks the part, and what is lost; see `missing`."""
     return missing(PARTS)

@@ -1,5 +1,5 @@
-"""Private parts of libraries: all are as expected here, and where one is hidden, the self-test names it and all else
-goes on, or says what it lacks.
+"""Private parts of libraries: all are there and do here what functions expect of them. Where one is hidden, the
+self-test names it and all else goes on, or says what it lacks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ import builtins
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,11 +20,12 @@ import pytest
 
 from ringreduce.buffers import numpy_private
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.private_parts import Part, missing
+from ringreduce.common.private_parts import Part, mentions, missing
 from ringreduce.doctor import bindings
 from ringreduce.doctor.bindings import PRIVATE, Binding, ask
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.findings import examine
+from ringreduce.training.binding.error_text import described
 
 
 def private_of(library: str) -> ModuleType:
@@ -71,7 +74,158 @@ def test_a_part_that_fails_is_missing_too():
     assert missing(parts) == {"b": "B", "c": "C"}
 
 
+def test_names_are_found_in_the_code_of_a_function():
+    """Attributes and texts, also behind a decorator; no others."""
+
+    def function(thing: Any) -> Any:
+        return getattr(thing, "text"), thing.attribute  # noqa: B009  # both kinds are looked for
+
+    decorated = wraps(function)(lambda thing: None)
+    assert [mentions(decorated, name) for name in ("text", "attribute", "another")] == [True, True, False]
+
+
 # ---- torch ----
+
+
+def seen_in_hook(look: Callable[[], Any], *, nested: bool = False) -> Any:
+    """Return what a function returns that the hook of a tensor calls; with ``nested`` in a pass within another one."""
+    torch: Any = pytest.importorskip("torch")
+    seen: list[Any] = []
+
+    def run_pass() -> None:
+        with torch.enable_grad():
+            parameter = torch.ones(1, requires_grad=True)
+            parameter.register_hook(lambda _: seen.append(look()))
+            parameter.sum().backward()
+
+    class Nesting(torch.autograd.Function):
+        """The identity, of which the evaluation makes a backward pass of its own."""
+
+        @staticmethod
+        def forward(ctx: Any, given: Any) -> Any:
+            return given.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            run_pass()
+            return gradient
+
+    if nested:
+        Nesting.apply(torch.ones(1, requires_grad=True) * 2).sum().backward()
+    else:
+        run_pass()
+    return seen[0]
+
+
+def test_torch_counts_holders_and_changes_of_tensors():
+    """A view holds the storage, and a write in place is a change."""
+    torch = pytest.importorskip("torch")
+    private = private_of("torch")
+    tensor = torch.zeros(1)
+    alone = private.references(tensor)
+    view = tensor.detach()
+    assert private.references(tensor) > alone
+    assert private.version_of(view.zero_()) == private.version_of(tensor) == 1
+
+
+def test_torch_shows_entries_of_sparse_tensors_as_they_are():
+    """Two of one index are two."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (1,), check_invariants=True)
+    indices, values = private_of("torch").raw_entries(tensor)
+    assert (indices.tolist(), values.tolist()) == ([[0, 0]], [1.0, 2.0])
+
+
+def test_torch_numbers_passes_and_says_when_they_end():
+    """Outside of a pass there is no number, and a function for the end is not called before it."""
+    private = private_of("torch")
+    assert private.current_pass() == private.NO_PASS != seen_in_hook(private.current_pass)
+    ended: list[int] = []
+    during = seen_in_hook(lambda: private.at_end_of_pass(lambda: ended.append(1)) or len(ended))
+    assert (during, ended) == (0, [1])
+
+
+def test_the_stack_tells_passes_within_others_and_calls_by_autograd():
+    """Of a pass within another one the following nodes are known; a function of a hook is not called by autograd."""
+    private = private_of("torch")
+    assert seen_in_hook(private.following_in_outer_pass, nested=True)
+    assert seen_in_hook(private.following_in_outer_pass) is None
+    assert seen_in_hook(private.is_called_by_autograd)
+    assert not seen_in_hook(lambda: private.is_called_by_autograd())  # by a function that autograd has called
+
+
+def test_hooks_of_torch_are_called_in_our_order():
+    """One that is registered later is called first."""
+    torch = pytest.importorskip("torch")
+    called: list[int] = []
+    parameter = torch.ones(1, requires_grad=True)
+    parameter.register_post_accumulate_grad_hook(lambda _: called.append(2))
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append(1))
+    private_of("torch").call_first(handle)
+    (parameter * 2).sum().backward()
+    assert called == [1, 2]
+
+
+def test_a_scaler_of_gradients_is_recognised_by_its_method():
+    """By the one in which it asks for an optimizer's parameters; then it has looked for overflows."""
+    torch: Any = pytest.importorskip("torch")
+    private = private_of("torch")
+    asking: list[Any] = []
+
+    class Asked(torch.optim.SGD):
+        @property
+        def param_groups(self) -> Any:
+            asking.append(private.scaler_of(private.frame_above(1)))
+            return self.__dict__["groups"]
+
+        @param_groups.setter
+        def param_groups(self, groups: Any) -> None:
+            self.__dict__["groups"] = groups
+
+    parameter = torch.ones(1, requires_grad=True)
+    parameter.grad = torch.ones(1)
+    optimizer = Asked([parameter], 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    assert set(asking) == {None}
+    scaler.unscale_(optimizer)
+    assert asking[-1] is scaler
+    assert private.has_looked(private.scaler_state(scaler, id(optimizer)))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_schedules_of_torch_warn_of_a_step_that_is_not_marked(marked: bool):
+    """And of none that is."""
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    if marked:
+        private_of("torch").mark_stepped(optimizer)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        schedule.step()
+    assert bool(warned) is not marked
+
+
+def test_trees_of_torch_are_known():
+    """Children have all their names, and what is in mappings, lists and tuples is found."""
+    torch = pytest.importorskip("torch")
+    private = private_of("torch")
+    inner = torch.nn.Identity()
+    assert private.children_of(torch.nn.ModuleList([inner, inner])) == [("0", inner), ("1", inner)]
+    assert private.leaves({"a": [1, (2,)]}) == [1, 2]
+
+
+def test_functions_are_skipped_by_torchs_compiler_and_loaders_make_iterators():
+    """A function is marked; an iterator of a loader is of the class whose method is replaced."""
+    torch = pytest.importorskip("torch")
+    private = private_of("torch")
+
+    def function() -> None: ...
+
+    private.skip_in_compiler(function, [function.__code__], callees=True)
+    assert vars(function)
+    assert isinstance(iter(torch.utils.data.DataLoader([0])), private._Iterator)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +304,6 @@ def test_without_calls_for_many_tensors_each_is_copied():
     assert [each.sum() for each in targets] == [0, 0]
 
 
-def seen_in_hook(look: Callable[[], Any]) -> Any:
-    """Return what a function returns that is the hook of a tensor."""
-    torch = pytest.importorskip("torch")
-    seen: list[Any] = []
-    parameter = torch.ones(1, requires_grad=True)
-    parameter.register_hook(lambda _: seen.append(look()))
-    parameter.sum().backward()
-    return seen[0]
-
-
 @pytest.mark.parametrize(
     ("hidden", "act", "part"),
     [
@@ -214,10 +358,7 @@ def test_passes_within_others_are_told_by_less():
     pytest.importorskip("torch")
     whole = private_of("torch")
     for hidden, expected in (("_engine_run_backward", None), ("BackwardCFunction", [])):
-        private = without(whole, hidden)
-        seen: list[Any] = []
-        whole._run_pass(lambda private=private, seen=seen: seen.append(private.following_in_outer_pass()), nested=True)
-        assert seen == [expected]
+        assert seen_in_hook(without(whole, hidden).following_in_outer_pass, nested=True) == expected
     assert seen_in_hook(without(whole, "_engine_run_backward").following_in_outer_pass) is None
 
 
@@ -357,6 +498,129 @@ def test_layers_of_keras_are_looked_for_in_layers():
     assert without(private, "momentums", "_momentums").velocities_of(keras.optimizers.SGD(0.5, momentum=0.5)) == ()
 
 
+def test_optimizers_of_keras_have_what_is_expected():
+    """A schedule, a counter, the variables and their sums are those that the optimizer works with."""
+    keras: Any = pytest.importorskip("keras")
+    private = private_of_optimizers()
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    assert private.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
+    variable = keras.Variable([1.0])
+    optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    optimizer.build([variable])
+    made = {id(each) for each in optimizer.variables}
+    (kept,) = private.accumulated(optimizer, [variable])
+    assert {id(kept), id(private.passes_made(optimizer))} <= made
+    assert (kept.shape, private.passes_made(optimizer).shape) == (variable.shape, ())
+    assert [id(each) for each in private.trained_variables(optimizer)] == [id(variable)]
+
+
+def test_it_is_seen_who_sets_how_losses_are_scaled():
+    """The optimizer that is put around another one."""
+    keras: Any = pytest.importorskip("keras")
+    private = private_of_optimizers()
+    setting: list[Any] = []
+
+    class Noticing(keras.optimizers.SGD):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "loss_scale_factor":
+                setting.append(private.setting_object())
+            super().__setattr__(name, value)
+
+    inner = Noticing(0.5)
+    scaling = keras.optimizers.LossScaleOptimizer(inner)
+    assert setting[-1] is scaling
+    assert scaling.inner_optimizer is inner
+
+
+def test_errors_of_tensorflow_come_back_from_graphs():
+    """An error of ours that fails a graph is raised, and its own errors have all their attributes."""
+    tf: Any = pytest.importorskip("tensorflow")
+    importlib.import_module("ringreduce.tensorflow")  # sets what makes errors
+    ours = ConfigError("this is a test")
+
+    def fail(_: object) -> None:
+        raise RuntimeError(described(ours))
+
+    graph = tf.function(lambda: tf.numpy_function(fail, [tf.constant(0)], tf.int32), autograph=False)
+    with pytest.raises(ConfigError) as caught:
+        graph()
+    assert caught.value is ours
+    error = Exception.__new__(tf.errors.InvalidArgumentError)
+    error.__dict__.update(private_of("tensorflow").error_fields("a text", 3))
+    fields = error.message, error.error_code, error.op, error.node_def, error.experimental_payloads
+    assert (*fields, str(error)) == ("a text", 3, None, None, {}, "a text")
+
+
+def test_graphs_and_variables_of_tensorflow_are_known():
+    """Variables of one name have an order; a graph that is made outside of branches and XLA is in none."""
+    tf: Any = pytest.importorskip("tensorflow")
+    private = private_of("tensorflow")
+    first, second = (tf.Variable(0.0, name="same") for _ in range(2))
+    assert private.creation_number(first) < private.creation_number(second)
+    with tf.Graph().as_default() as graph:
+        assert private.control_flow_of(graph) is None
+        assert not private.is_for_xla(graph)
+
+
+def test_tapes_of_tensorflow_can_be_stopped_and_copied():
+    """A stopped one records nothing, and the end of a copy does not end the recording."""
+    tf: Any = pytest.importorskip("tensorflow")
+    private = private_of("tensorflow")
+    tensor = tf.constant([1.0])
+    assert private.possible_gradients([tensor]) == 0
+    with tf.GradientTape() as tape:
+        tape.watch(tensor)
+        assert private.possible_gradients([tensor]) > 0
+        private.end_recording(tape)
+        assert private.possible_gradients([tensor]) == 0
+    with tf.GradientTape() as tape:
+        tape.watch(tensor)
+        result = tensor * 2.0
+        made = private.copy_of_tape(tape)
+    assert float(made.gradient(result, tensor)[0]) == 2.0
+
+
+def test_programs_and_traces_of_jax_are_seen():
+    """Two places of one trace are equal, one outside is not, and each lowered program is shown."""
+    jax: Any = pytest.importorskip("jax")
+    private = private_of("jax")
+    seen: list[Any] = []
+
+    def program() -> tuple[()]:
+        seen.extend(private.trace_state(convention="ringreduce") for _ in range(2))
+        return ()
+
+    jax.make_jaxpr(program)()
+    assert seen[0] == seen[1] != private.trace_state(convention="ringreduce")
+    programs: list[Any] = []
+    private.before_compiling(programs.append)
+    try:
+        jax.jit(lambda: ()).lower()
+    finally:
+        private._changes.pop()
+    assert programs
+
+
+def test_transformations_of_optax_that_leave_out_steps_are_seen():
+    """Not `MultiSteps` alone; the step that it leaves out is traced, too, for its shapes."""
+    jax: Any = pytest.importorskip("jax")
+    optax: Any = pytest.importorskip("optax")
+    private = private_of("jax")
+    seen: list[str | None] = []
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        seen.append(private.around_that_skips())
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    skipping = optax.MultiSteps(inner, 1, should_skip_update_fn=optax.skip_not_finite)
+    for each in (inner, optax.apply_if_finite(inner, 1), optax.MultiSteps(inner, 1), skipping):
+        jax.eval_shape(lambda updates, each=each: each.update(updates, each.init(updates)), 1.0)
+    assert list(map(bool, seen[:2])) == [False, True]
+    assert not any(seen[2:4])
+    assert any(seen[4:])
+
+
 def test_the_self_test_of_tensorflow_names_what_is_hidden():
     """And all else goes on, or says what it lacks."""
     tf: Any = pytest.importorskip("tensorflow")
@@ -392,7 +656,7 @@ def test_the_self_test_of_jax_names_what_is_hidden(tmp_path: Path, monkeypatch: 
         less.trace_state(convention="ringreduce")
     optax: Any = pytest.importorskip("optax")
     with monkeypatch.context() as patch:
-        patch.setattr(optax, "apply_if_finite", lambda inner, most: inner)
+        patch.delattr(optax, "apply_if_finite")
         assert set(without(private).self_test()) == {"around_that_skips"}
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
