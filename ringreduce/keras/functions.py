@@ -37,6 +37,7 @@ __all__ = [
     "broadcast_global_variables",
     "broadcast_variables",
     "reducescatter",
+    "without",
 ]
 
 
