@@ -24,13 +24,13 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
 }
 ASSETS = ("iframe-worker.js", "site.css")
 
 #: What readers search for, in other words than those of the page that is meant.
 SOUGHT = {
+    "security.md": ["encryption", "ports", "pickle", "key"],
     "audit.md": ["provenance", "tampering"],
     "algorithms.md": ["ring allreduce", "tree allreduce", "recursive doubling"],
     "errors.md": ["hang", "hangs", "deadlock", "timeout"],

@@ -149,7 +149,7 @@ class RayExecutor:
 
         Raises:
             ModuleNotFoundError: Ray is not installed.
-            ConfigError: Ray has no room, ranks cannot start there, or they are to encrypt (see SECURITY.md).
+            ConfigError: Ray has no room, ranks cannot start there, or they are to encrypt (see docs/security.md).
             CollectiveError: ``executable_cls`` failed on a rank, or one died.
         """
         if self._at_end is not None:

@@ -1,6 +1,6 @@
 """Messages that are encrypted, so that nobody else can read them, change them or send some of his own.
 
-docs/encryption.md describes the construction, and has its sources.
+docs/security.md describes the construction, and has its sources.
 """
 
 from __future__ import annotations

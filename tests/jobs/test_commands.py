@@ -82,7 +82,7 @@ ELSEWHERE = {
     "docs/recipes/keras.md: pip install": "by hand, as above",
     "docs/recipes/tensorflow.md: pip install": "by hand, as above",
     "docs/recipes/numpy.md: pip install": "scripts/first_hour, with more extras",
-    "docs/sealed_files.md: pip install": "scripts/install, with more extras",
+    "docs/security.md: pip install": "scripts/install, with more extras",
     "docs/tuning.md: mpirun -np 8 python -m ringreduce tune": "takes a minute; tests/jobs/test_tuning_job.py",
     "docs/tuning.md: sudo scripts/cluster": "takes root; tests/jobs/test_links.py",
     "docs/tuning.md: sudo -E env": "takes root; tests/jobs/test_links.py",
