@@ -1,4 +1,4 @@
-"""Draw docs/steps.svg and docs/speed.svg (of the README) and docs/local.svg from the tables of the pages of benchmarks.
+"""Draw docs/steps.svg and docs/speed.svg (of the README) and docs/local.svg from the tables of docs/benchmarks.md.
 
 python docs/site/speed.py            needs matplotlib ('.[plot]'); measures nothing
 python docs/site/speed.py --check    exit with 1 if a picture was drawn from other figures than are there now
@@ -37,7 +37,7 @@ def allreduces() -> dict[str, Any]:
 
 def steps() -> dict[str, Any]:
     """Return the milliseconds of a training step, lowest and highest, by model and what reduces the gradients."""
-    head, *models = table(page_of("benchmarks_training.md"), "Training, 2 ranks")
+    head, *models = table(page_of("benchmarks.md"), "Training, 2 ranks")
     return {row[0]: {name: span(row[head.index(name)]) for name in STEPS} for row in models}
 
 
@@ -63,7 +63,7 @@ def span(text: str) -> list[float]:
 
 def accuracies() -> dict[str, list[float]]:
     """Return the percentages of the curves after each epoch, from the page of benchmarks, by method."""
-    page = page_of("benchmarks_training.md")
+    page = page_of("benchmarks.md")
     text = page[page.index("The CNN of `benchmarks/mnist.py`, 62 steps in an epoch") :]
     lines = next(part for part in text.split("\n\n") if part.startswith("|")).splitlines()[2:]
     rows = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
