@@ -33,6 +33,7 @@ SOUGHT = {
     "security.md": ["encryption", "ports", "pickle", "key"],
     "audit.md": ["provenance", "tampering"],
     "algorithms.md": ["ring allreduce", "tree allreduce", "recursive doubling"],
+    "failures.md": ["fault tolerance", "elastic", "preemption", "SIGTERM", "requeue"],
     "errors.md": ["hang", "hangs", "deadlock", "timeout"],
     "start.md": [
         *("oversubscribe", "more ranks than cores", "install", "run as root", "macOS or Windows", "WSL"),

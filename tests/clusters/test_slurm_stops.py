@@ -101,7 +101,7 @@ OTHERS = [("main", "-N2", ""), ("patient", "-N1", ""), ("main", "-N1", "--elasti
 OTHERS += [("main", "-N2", "srun"), ("patient", "-N2", "srun")]
 
 
-#: How ranks are started without the launcher, and run again, as in docs/endings.md.
+#: How ranks are started without the launcher, and run again, as in docs/failures.md.
 SRUN = """export PMIX_MCA_psec=native
 srun --mpi=pmix {program}
 [ $? -ne 75 ] || scontrol requeue "$SLURM_JOB_ID"

@@ -4,7 +4,7 @@
     python tests/jobs/elastic_trainings.py --jobs 20 torch-all jax    # these ways alone
 
 Job n is drawn from the seed and n: 2 to 4 ranks on nodes of 1, 2 and all, who dies, when and how. Each must end as
-docs/elastic.md and docs/endings.md say, with weights that one process computes from the steps that count, and leave no
+docs/failures.md says, with weights that one process computes from the steps that count, and leave no
 process and no file behind. What is wrong is printed with the number of its job: --first N --jobs 1 runs it again.
 """
 

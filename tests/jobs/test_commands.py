@@ -68,7 +68,7 @@ ELSEWHERE = {
     "docs/engines.md: pip install": "scripts/install, as engines",
     "docs/slow.md: ringreduce compare": "takes two reports; tests/jobs/test_slow_jobs.py",
     "docs/observe.md: mpirun -np 2 python -m ringreduce doctor": "tests/jobs/test_doctor_job.py",
-    "docs/endings.md: srun": "takes Slurm; tests/clusters/test_slurm.py",
+    "docs/failures.md: srun": "takes Slurm; tests/clusters/test_slurm.py",
     "docs/speed.md: mpirun -np 2 python -m ringreduce bench async": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench async": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench all --report": "tests/jobs/test_bench_job.py",

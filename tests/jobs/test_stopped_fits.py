@@ -1,4 +1,4 @@
-"""The programs of docs/endings.md that train by a `fit` of Keras or Lightning, asked to stop in the midst of it."""
+"""The programs of docs/failures.md that train by a `fit` of Keras or Lightning, asked to stop in the midst of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_fit_that_is_stopped_goes_on_behind_its_last_batch(
 ) -> None:
     """No step is lost or repeated, and the weights have the bits of a training that nothing has stopped."""
     needs(*filter(None, (framework, backend)))
-    (source,) = (text for _, text in blocks(ROOT / "docs" / "endings.md", "python") if f"import {framework}\n" in text)
+    (source,) = (text for _, text in blocks(ROOT / "docs" / "failures.md", "python") if f"import {framework}\n" in text)
     program = tmp_path / "train.py"
     program.write_text(source)
     assert train(tmp_path / "undisturbed", program, backend) == 0

@@ -322,7 +322,7 @@ def test_the_site_has_each_command_and_a_link_to_the_repository() -> None:
     assert f"\n  - Repository: {repository}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["docs/security.md", "docs/endings.md"])
+@pytest.mark.parametrize("page", ["docs/security.md", "docs/failures.md"])
 def test_tests_that_documents_name_exist(page: str) -> None:
     """Each promise in a table has its test."""
     path = ""
