@@ -19,7 +19,7 @@ MEANT = {
     "ring allreduce": "algorithms.html",
     "oversubscribe": "start.html",
     "hang": "errors.html",
-    "slow rank": "recipes/speeds.html",
+    "slow rank": "slow.html",
     "checkpoint": "recipes/checkpoints.html",
     "horovod": "migrate/horovod.html",
     "resume training": "recipes/checkpoints.html",

@@ -52,7 +52,7 @@ SOUGHT = {
     "recipes/muon.md": ["MuLoCo", "Newton-Schulz", "Shampoo"],
     "recipes/local.md": ["DiLoCo", "LocalSGD"],
     "recipes/staleness.md": ["asynchronous SGD"],
-    "recipes/speeds.md": ["straggler", "slow rank"],
+    "slow.md": ["straggler", "slow rank", "ranks of different speed", "load balancing"],
 }
 #: Pages behind others in search, by how their paths begin: what was, and what each function does.
 BEHIND = {"changelog.md": 0.1, "contributing.md": 0.3, "benchmarks": 0.3, "reference/": 0.2}

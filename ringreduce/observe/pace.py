@@ -82,7 +82,7 @@ class Slow(NamedTuple):
         return f"{name or f'rank {self.rank}'} is {self.lateness}"
 
     def __str__(self) -> str:
-        return f"{self.words()}; {self.remedy}; see docs/recipes/speeds.md"
+        return f"{self.words()}; {self.remedy}; see docs/slow.md"
 
     def warning(self, fewer: str | None) -> str:
         """Return what is said of a rank that is late for long.
@@ -93,7 +93,7 @@ class Slow(NamedTuple):
         cure = _CURES[self.cause]
         if cure == _FEWER:
             cure = "give it less work" if fewer is None else f"{_FEWER}, by {fewer}"
-        return f"rank {self.rank} is {self.lateness}. To speed all ranks up, {cure}; see docs/recipes/speeds.md"
+        return f"rank {self.rank} is {self.lateness}. To speed all ranks up, {cure}; see docs/slow.md"
 
 
 class Lasting(NamedTuple):

@@ -36,7 +36,7 @@ class DistributedSampler(Sampler[Any]):
             ranks get one more, for programs that `join` at their ends, or that weight what they average
             (`weighted_average`).
         shares: ``"even"``, or ``"speed"``: ranks get samples in proportion to their measured speed, divided anew by
-            `set_epoch`; see docs/recipes/speeds.md. Must agree.
+            `set_epoch`; see docs/slow.md. Must agree.
         batch_size: of a batch, on average over the ranks; then the sampler yields lists of samples, for
             ``DataLoader(dataset, batch_sampler=...)``. All ranks together have ``batch_size`` times their number in
             each step, whatever their shares, and ``ends`` is about the last step. Needed by ``"speed"``. Must agree.
