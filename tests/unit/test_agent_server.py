@@ -82,8 +82,10 @@ def test_a_killed_process_leaves_no_folder() -> None:
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
-        keeper = os.pidfd_open(int(_keeper_of(folder)))
-        process.send_signal(signal.SIGKILL)
+        try:
+            keeper = os.pidfd_open(int(_keeper_of(folder)))
+        finally:
+            process.send_signal(signal.SIGKILL)
         waiting = select.poll()
         waiting.register(keeper, select.POLLIN)
         assert waiting.poll(30_000), "it goes on"
@@ -92,10 +94,11 @@ def test_a_killed_process_leaves_no_folder() -> None:
 
 
 def _keeper_of(folder: Path) -> str:
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if each.read_bytes().split(b"\0")[-2:-1] == [str(folder).encode()]:
-                return each.parent.name
-        except OSError:
-            continue  # it has ended
+    for _ in range(1000):  # a program that has just been started has no command line for an instant
+        for each in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if each.read_bytes().split(b"\0")[-2:-1] == [str(folder).encode()]:
+                    return each.parent.name
+            except OSError:
+                continue  # it has ended
     raise AssertionError("there is no keeper")
