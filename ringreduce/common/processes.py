@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -241,10 +242,14 @@ class Forked:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ends: tuple[int, int] | None = None
         self._ended = False
+        self._ends: tuple[int, int] | None = None
         with suppress(OSError):  # no more descriptors: then nobody knows when they end
             self._ends = os.pipe()  # whose writing end nobody closes but with the last of these processes
+        if self._ends is not None:
+            # Once, when they have ended, or when nobody is left who would ask.
+            self._close_reading = weakref.finalize(self, os.close, self._ends[0])
+            self._close_reading.atexit = False
 
     def in_parent(self) -> None:
         """Let this process not be counted."""
@@ -254,7 +259,8 @@ class Forked:
     def in_child(self) -> None:
         """Be counted."""
         if self._ends is not None:
-            os.close(self._ends[0])
+            self._close_reading()
+            self._ends = None  # its number may be another file's from now on
 
     @property
     def ended(self) -> bool:
@@ -264,7 +270,7 @@ class Forked:
                 waiting = select.poll()
                 waiting.register(self._ends[0], 0)  # readable at its end all the same
                 if waiting.poll(0):
-                    os.close(self._ends[0])
+                    self._close_reading()
                     self._ended = True
             return self._ended
 

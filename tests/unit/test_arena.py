@@ -393,3 +393,23 @@ def test_what_lives_at_a_fork_is_not_handed_out_before_the_child_ends() -> None:
     del late  # what comes back is looked at when something does
     assert place in {address(arena.array(8 * PAGE)) for _ in range(2)}
     arena.segments.close()
+
+
+@pytest.mark.parametrize("lives", [False, True], ids=["no array", "an array that lives"])
+def test_a_process_that_forks_again_and_again_does_not_run_out_of_files(lives: bool) -> None:
+    """As a training does whose DataLoader starts workers in each epoch: one file of an ended child may be left."""
+    arena = Arena(MemfdSegments({0: os.getpid()}))
+    array = arena.array(PAGE) if lives else None
+    open_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        forked = Forked()
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        forked.in_parent()
+        arena.forked(forked)
+        os.waitpid(child, 0)
+        del forked
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 1
+    del array
+    arena.segments.close()

@@ -269,7 +269,7 @@ class Arena:
         """Hand out nothing that lives now again before all ``processes`` have ended, which are forked just now."""
         for lease in [*self._leases.values(), *self._returned]:
             if processes not in lease.seen:
-                lease.seen += (processes,)
+                lease.seen = (*(each for each in lease.seen if not each.ended), processes)
 
     def place(self, address: int, nbytes: int) -> int:
         """Return the place of some memory of this rank's."""
