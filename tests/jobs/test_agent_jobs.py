@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,21 @@ import ringreduce as rr
 from ringreduce.common.errors import CollectiveError, PeerLostError
 from ringreduce.common.processes import ancestors
 from ringreduce.engines import run_on
-from ringreduce.launcher.agent_server import worker_environment
+from ringreduce.engines.slots import Slots, hold, slots
 
 STEPS = 10
 HOSTS = {f"part-{number}": 1 for number in range(3)}
 
 
-def start(host: str, command: str) -> int:
-    """Run a command of a shell on a part of this machine."""
-    environ = {**os.environ, **worker_environment(host)}
-    return subprocess.run(["sh", "-c", command], env=environ, timeout=LIMIT_S, check=False).returncode
+@pytest.fixture
+def held() -> Iterator[Slots]:
+    """Slots of three parts of this machine, each held as by a task of an engine."""
+    with ThreadPoolExecutor(len(HOSTS)) as tasks, slots("127.0.0.1") as made:
+        holding = [tasks.submit(hold, made.ticket, host) for host in HOSTS]
+        made.wait(list(HOSTS), LIMIT_S, lambda: None)
+        yield made
+    for task in holding:
+        task.result()
 
 
 def sums_without(doomed: int) -> list[float]:
@@ -44,9 +50,9 @@ def sums_without(doomed: int) -> list[float]:
 
 
 @pytest.mark.parametrize("doomed", [0, 1, 2])
-def test_ranks_go_on_when_one_dies(doomed: int) -> None:
+def test_ranks_go_on_when_one_dies(held: Slots, doomed: int) -> None:
     """Whichever it is: Open MPI knows some of them by names that all have."""
-    found = run_on(start, HOSTS, sums_without, (doomed,), address="127.0.0.1", options=["--elastic"])
+    found = run_on(held, HOSTS, sums_without, (doomed,), address="127.0.0.1", options=["--elastic"])
     assert found == [[3.0, 2.0]] * 2
 
 
@@ -74,11 +80,11 @@ def steps_with_a_daemon_that_dies(folder: str, doomed: int) -> tuple[int, bool, 
     return hvd.size(), begun is not None, state.total
 
 
-def test_the_job_begins_again_when_a_daemon_dies(tmp_path: Path) -> None:
+def test_the_job_begins_again_when_a_daemon_dies(held: Slots, tmp_path: Path) -> None:
     """From its last commit, without that part; each step counts once."""
     needs("torch")
     call = (str(tmp_path / "commits"), 1)
-    found = run_on(start, HOSTS, steps_with_a_daemon_that_dies, call, address="127.0.0.1", options=["--elastic"])
+    found = run_on(held, HOSTS, steps_with_a_daemon_that_dies, call, address="127.0.0.1", options=["--elastic"])
     assert found == [(2, True, STEPS)] * 2
 
 
@@ -91,7 +97,7 @@ def daemon_dies() -> None:
     signal.pause()
 
 
-def test_a_job_without_commits_ends_with_a_daemon() -> None:
+def test_a_job_without_commits_ends_with_a_daemon(held: Slots) -> None:
     """Its ranks end, too: Open MPI ends them all."""
     with pytest.raises(CollectiveError):
-        run_on(start, HOSTS, daemon_dies, address="127.0.0.1", options=["--elastic"])
+        run_on(held, HOSTS, daemon_dies, address="127.0.0.1", options=["--elastic"])
