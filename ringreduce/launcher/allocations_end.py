@@ -14,9 +14,8 @@ from functools import partial
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import end_with_parent
-from ringreduce.launcher.schedulers import slurm_job, slurm_step
+from ringreduce.launcher.schedulers import ask_slurm, slurm_job, slurm_step
 
-_ANSWER_S = 10.0  # that Slurm's commands get
 _ASK_AGAIN_S = 30.0  # after an answer
 _TO_END_S = 5.0  # that a step has
 #: What srun returns where one of these has ended the step.
@@ -110,7 +109,7 @@ def end_of_allocation(environ: Mapping[str, str]) -> float | None:
     """Return the end of this allocation in seconds since 1970, from Slurm or the environment; None if unknown."""
     job = slurm_job(environ)
     if job:
-        status, said = _ask_slurm("squeue", "-h", "-j", job, "-o", "%e")
+        status, said = ask_slurm("squeue", "-h", "-j", job, "-o", "%e")
         if status == 0 and said:
             try:
                 return datetime.fromisoformat(said).timestamp()
@@ -125,17 +124,7 @@ def run_again(environ: Mapping[str, str]) -> str:
     job = slurm_job(environ)
     if not job:
         return "--requeue: no scheduler is known here; status 75 says to the caller that the job is to be run again"
-    status, said = _ask_slurm("scontrol", "requeue", job)
+    status, said = ask_slurm("scontrol", "requeue", job)
     if status:
         return f"the job has stopped, and Slurm does not queue job {job} again; it says: {said}"
     return f"job {job} is queued again; to end it for good, scancel {job} once more"
-
-
-def _ask_slurm(*command: str) -> tuple[int, str]:
-    """Return the status of a command and its output; 1 and the reason if it does not answer."""
-    try:
-        environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # and not as users read it
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S, env=environ)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, str(error)
-    return done.returncode, (done.stdout.strip() or done.stderr.strip())

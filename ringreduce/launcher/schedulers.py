@@ -5,12 +5,11 @@ One table: adding a scheduler is a row, and a function from its variables to slo
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import re
+import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +18,10 @@ from ringreduce.common.files import read_file
 from ringreduce.launcher.hosts import parse_host_file
 
 _MOST_HOSTS = 1 << 17  # more are a mistake in a list, and would take all memory
+_ANSWER_S = 10.0  # that Slurm's commands get
 _MOST_NBYTES = 16 << 20  # of a file of hosts
 _SHOWN = 80  # of a text that is refused
-#: Of Slurm: what is in brackets, ranges of numbers, and counts.
-_BRACKETS = re.compile(r"\[([^\[\]]+)\]")
-_RANGE = re.compile("([0-9]+)(?:-([0-9]+))?")
+#: Slurm's way to say that several hosts in a row have equally many slots.
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
@@ -114,6 +112,16 @@ def slurm_step() -> list[str]:
     return ["srun", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1"]
 
 
+def ask_slurm(*command: str) -> tuple[int, str]:
+    """Return the status of one of Slurm's commands and its output; of one that fails, that or its complaint."""
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # the user may have chosen another one
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S, env=environ)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    return done.returncode, (done.stdout.strip() or (done.stderr.strip() if done.returncode else ""))
+
+
 def _hostfile(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
     """Read a file of hosts; a host without a number has the slots that the operator sets for all."""
     default = environ.get("OMPI_MCA_orte_set_default_slots", "")
@@ -132,8 +140,7 @@ def _components(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def _slurm(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
-    listed = environ[variable]
-    hosts = expand(listed)
+    hosts = _hosts_of_slurm(environ[variable])
     name = next((each for each in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if environ.get(each)), None)
     counts = [1] * len(hosts) if name is None else _repeated(name, environ[name])
     if len(counts) == 1:
@@ -145,35 +152,17 @@ def _slurm(variable: str, environ: Mapping[str, str]) -> dict[str, int]:
     return dict(zip(hosts, counts, strict=True))
 
 
-def expand(text: str) -> list[str]:
-    """Return the hosts of a list of Slurm's: ``gpu[01-03,7],login`` is gpu01, gpu02, gpu03, gpu7 and login.
-
-    Args:
-        text: names, each with any number of brackets, separated by commas.
-
-    Raises:
-        ConfigError: the text is something else.
-    """
-    hosts: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text):
-        pieces = _BRACKETS.split(part)  # every second one was in brackets
-        if not part or set("[]") & set("".join(pieces[::2])):
-            raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} cannot be read at {part[:40]!r}")
-        choices = [list(_numbers(piece, text)) if place % 2 else [piece] for place, piece in enumerate(pieces)]
-        if math.prod(map(len, choices)) > _MOST_HOSTS:
-            raise ConfigError(f"SLURM_JOB_NODELIST={text[:80]!r} is of more than {_MOST_HOSTS} hosts")
-        hosts += map("".join, itertools.product(*choices))
-    return hosts
-
-
-def _numbers(text: str, whole: str) -> Iterator[str]:
-    """Yield the numbers of ``01-03,7``, with the zeros in front that the first of a range has."""
-    for part in text.split(","):
-        found = _RANGE.fullmatch(part)
-        if found is None or int(found[2] or found[1]) - int(found[1]) not in range(_MOST_HOSTS):
-            raise ConfigError(f"SLURM_JOB_NODELIST={whole[:80]!r} cannot be read at {part[:40]!r}")
-        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
-            yield str(number).zfill(len(found[1]))
+def _hosts_of_slurm(listed: str) -> list[str]:
+    """Return the hosts of a list such as ``gpu[08-10,2],login``."""
+    if "[" not in listed:  # also a container without Slurm's commands can read this
+        return listed.split(",")
+    status, answer = ask_slurm("scontrol", "show", "hostnames", listed)
+    if status or not answer:  # scontrol prints nothing, with status 0, for a list that it cannot read
+        raise ConfigError(
+            f"scontrol does not name the hosts of SLURM_JOB_NODELIST={listed[:_SHOWN]!r}"
+            f"{answer and ': '}{answer}; name them by -H"
+        )
+    return answer.split()
 
 
 def _repeated(name: str, text: str) -> list[int]:

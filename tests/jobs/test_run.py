@@ -577,7 +577,7 @@ def test_a_job_of_one_machine_stays_on_it(arguments: tuple[str, ...], environ: d
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "3(x2)"}, "-np 6 "),
+        ({"SLURM_JOB_NODELIST": "n1,n2", "SLURM_TASKS_PER_NODE": "3(x2)"}, "-np 6 "),
         ({"LSB_MCPU_HOSTS": "a 2 b 1"}, "-np 3 --host a:2,b:1 "),
     ],
 )

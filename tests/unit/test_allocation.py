@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.schedulers import Allocation, expand
+from ringreduce.launcher.schedulers import Allocation
 
 
 def granted(environ: dict[str, str], library: str = "") -> tuple[str, dict[str, int]]:
@@ -17,27 +18,33 @@ def granted(environ: dict[str, str], library: str = "") -> tuple[str, dict[str, 
     return found.scheduler.name, found.slots
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("n1", ["n1"]),
-        ("a,b", ["a", "b"]),
-        ("gpu[1-3]", ["gpu1", "gpu2", "gpu3"]),
-        ("gpu[08-10,2],login", ["gpu08", "gpu09", "gpu10", "gpu2", "login"]),
-        ("r[1-2]n[7,9].x", ["r1n7.x", "r1n9.x", "r2n7.x", "r2n9.x"]),
-        ("[1-2]x", ["1x", "2x"]),
-    ],
-)
-def test_brackets_are_expanded(text: str, hosts: list[str]) -> None:
-    """In Slurm's order, with the zeros of the first number."""
-    assert expand(text) == hosts
+def in_slurm(listed: str) -> list[str]:
+    """Return the hosts of a list of Slurm's."""
+    return [*granted({"SLURM_JOB_NODELIST": listed})[1]]
 
 
-@pytest.mark.parametrize("text", ["a[1", "a]", "a[3-1]", "a[x]", "a[1-999999999999]", "a[]", "a,,b", "a[1-]"])
-def test_a_list_that_cannot_be_read_is_refused(text: str) -> None:
-    """And takes no memory for hosts that there cannot be."""
-    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST"):
-        expand(text)
+def test_a_list_of_names_needs_no_command_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has Slurm's variables and may lack scontrol; a list that only this reads is refused then."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert in_slurm("b,a") == ["b", "a"]
+    with pytest.raises(ConfigError, match=r"NODELIST='n\[1-2\]'.* No such file .*'scontrol'; name"):
+        in_slurm("n[1-2]")
+    failing = tmp_path / "scontrol"
+    failing.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    failing.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"NODELIST='n\[1-2\]': broken; name them by -H"):
+        in_slurm("n[1-2]")
+
+
+@pytest.mark.skipif(shutil.which("scontrol") is None, reason="there is no Slurm here")
+def test_brackets_are_read_by_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Slurm's order, with the zeros of the first number; a list that it cannot read is an error."""
+    settings = tmp_path / "slurm.conf"
+    settings.write_text("ClusterName=lab\nSlurmctldHost=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(settings))
+    assert in_slurm("gpu[08-10,2],login") == ["gpu08", "gpu09", "gpu10", "gpu2", "login"]
+    with pytest.raises(ConfigError, match=r"NODELIST='a\[3-1\]'; name them by -H"):
+        in_slurm("a[3-1]")
 
 
 @pytest.mark.parametrize(
@@ -51,14 +58,14 @@ def test_a_list_that_cannot_be_read_is_refused(text: str) -> None:
 )
 def test_slurm_says_how_many_slots_each_host_has(environ: dict[str, str], slots: dict[str, int]) -> None:
     """By its tasks, or else by its processors."""
-    assert granted({"SLURM_JOB_NODELIST": "n[1-3]", **environ}) == ("Slurm", slots)
+    assert granted({"SLURM_JOB_NODELIST": "n1,n2,n3", **environ}) == ("Slurm", slots)
 
 
 @pytest.mark.parametrize("text", ["2(x2)", "two", "2(x9999999999)"])
 def test_counts_that_do_not_fit_the_hosts_are_refused(text: str) -> None:
     """With both in the message."""
     with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE"):
-        Allocation.find({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": text})
+        Allocation.find({"SLURM_JOB_NODELIST": "n1,n2,n3", "SLURM_TASKS_PER_NODE": text})
 
 
 def test_pbs_and_lsf_name_a_host_for_each_slot(tmp_path: Path) -> None:
@@ -101,7 +108,7 @@ def test_a_file_of_hosts_goes_before_a_scheduler(tmp_path: Path, variable: str, 
     """It is meant for this job alone; a host without a number has the slots that are set for all."""
     file = tmp_path / "hosts"
     file.write_text("a slots=2\nb:3\nc\n")
-    environ = {variable: str(file), "SLURM_JOB_NODELIST": "n[1-3]"}
+    environ = {variable: str(file), "SLURM_JOB_NODELIST": "n1,n2,n3"}
     assert granted(environ, library) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 1})
     environ["OMPI_MCA_orte_set_default_slots"] = "4"
     assert granted(environ, library) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 4})
