@@ -11,7 +11,7 @@ import click
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.run import command as run
 from ringreduce.cli.wrong_options import guess, options_of
-from ringreduce.launcher.job_files import KINDS, Asked, submit
+from ringreduce.launcher.job_files import TEMPLATES, fill, submit
 
 #: Of elastic jobs of Slurm: it signals up to a minute early, and a job that stops before it trains is queued for ever.
 _SHORTEST_S = 600
@@ -80,7 +80,7 @@ def _slurm(program: tuple[str, ...], yes: bool, **numbers: int | str) -> int:
     In front of PROGRAM come first these options, then those of `ringreduce run`. The job of --elastic keeps its hosts
     when one is lost, and is asked to stop two minutes before its end; with --requeue, Slurm then runs it again.
     """
-    return _act("slurm", program, yes, {"image": "", **numbers})
+    return _act("slurm", program, yes, numbers)
 
 
 @command.command("k8s", context_settings=_SETTINGS)
@@ -107,9 +107,8 @@ def _act(scheduler: str, program: tuple[str, ...], yes: bool, numbers: Mapping[s
         raise click.UsageError(
             "an elastic job is asked to stop two minutes before its end; give it --time 00:10:00 or more"
         )
-    kind = KINDS[scheduler]
-    text = kind.fill(Asked(command=("ringreduce", "run", *program), **numbers), elastic=parsed["elastic"])
+    text = fill(TEMPLATES[scheduler][parsed["elastic"]], ("ringreduce", "run", *program), **numbers)
     if yes:
-        return submit(kind, text)
+        return submit(scheduler, text)
     click.echo(text, nl=False)
     return 0

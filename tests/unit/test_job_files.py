@@ -1,4 +1,4 @@
-"""Files of jobs: those that the documents show, and those that ``submit`` fills in."""
+"""Files of jobs: those that the documents show, and what ``submit`` makes of its templates."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_scripts_are_read_by_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", path], check=True, timeout=20)
 
 
-def test_the_files_that_are_filled_in_are_those_that_are_shown() -> None:
-    """With the numbers that these have, the same text."""
+def test_the_files_that_are_shown_are_templates_filled_in() -> None:
+    """With their numbers."""
     asked = ("--cores-per-rank", "2", "python", "train.py")
     assert printed("slurm", *asked) == (FILES / "slurm-run.sh").read_text()
     options = ("--requeue", "--elastic", "--grace", "20", "--max-restarts", "3")
