@@ -54,11 +54,12 @@ def test_collectives_conform_on_several_nodes(node_size: int) -> None:
     several.close()
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
 @pytest.mark.parametrize("node_size", [None, 1, 2])
-def test_averages_of_long_integers(node_size: int | None) -> None:
+def test_averages_of_long_integers(node_size: int | None, dtype: str) -> None:
     """They are exact whatever the sum, by every algorithm, the MPI library's own among them."""
     ours = communicator(node_size=node_size)
-    check_averages(ours, "int64", counts=(5, 4099))
+    check_averages(ours, dtype, counts=(5, 4099))
     ours.close()
 
 

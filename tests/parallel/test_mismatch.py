@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,14 @@ def test_operations(communicator: rr.Communicator) -> None:
     op = "max" if last(communicator) else "sum"
     error = mismatch(communicator, lambda: communicator.allreduce(np.ones(9, np.int16), op))
     assert_says(error, "sum", "max")
+
+
+def test_collectives(communicator: rr.Communicator) -> None:
+    """An allreduce does not meet another collective, also where one line calls either."""
+    for other in ("broadcast", "allgather", "alltoall", "reduce_scatter", "barrier"):
+        name = other if last(communicator) else "allreduce"
+        call = partial(getattr(communicator, name), *[np.ones(12)] * (name != "barrier"))
+        assert_says(mismatch(communicator, call), "allreduce(", other)
 
 
 def test_roots(communicator: rr.Communicator) -> None:

@@ -61,17 +61,6 @@ def test_shutdown_and_init_again(no_world: None) -> None:
     assert [buffer[[0, -1]].tolist() for buffer in kept] == [[turn * PRIVATE.size] * 2 for turn in range(5)]
 
 
-def test_a_world_of_some_ranks(no_world: None) -> None:
-    """`init(comm)` makes a world of the ranks of an mpi4py communicator, here of every second one."""
-    half = PRIVATE.Split(PRIVATE.rank % 2, PRIVATE.rank)
-    rr.init(half)
-    assert (rr.rank(), rr.size()) == (half.rank, half.size)
-    total = rr.allreduce(np.array([PRIVATE.rank]))
-    assert total.tolist() == [sum(range(PRIVATE.rank % 2, PRIVATE.size, 2))]
-    rr.shutdown()
-    half.Free()
-
-
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize(
     ("name", "value"), [("RINGREDUCE_BUCKET", "64K"), ("RINGREDUCE_ALGORITHM", "ring"), ("RINGREDUCE_TIMEOUT", "19")]

@@ -82,20 +82,3 @@ def test_messages_need_no_help_of_their_sender(world: rr.Communicator) -> None:
     if not rank:
         for number in range(300):
             rr.recv(np.zeros(number % 9, np.int64), behind, number % 3)
-
-
-@pytest.mark.sizes(2, 3, 4)
-def test_lengths_may_be_mixed(world: rr.Communicator) -> None:
-    """Small and large arrays of one tag are received in the order in which they were sent."""
-    rank, size = world.rank, world.size
-    counts = [1, 5000, 512, 513, 0, 40_000, 2, 300_000, 1]
-    for turn in range(3):
-        for number, count in enumerate(counts):
-            mine, out = sample(rank, count, "int64", turn + number), np.zeros(count, np.int64)
-            behind = (rank - 1) % size
-            if rank:
-                rr.recv(out, behind)
-            rr.send(mine, (rank + 1) % size)
-            if not rank:
-                rr.recv(out, behind)
-            np.testing.assert_array_equal(out, sample(behind, count, "int64", turn + number))

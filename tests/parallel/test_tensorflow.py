@@ -736,21 +736,6 @@ def test_steps_are_combined_by_adasum() -> None:
     np.testing.assert_allclose(variable, [0.5, 1.5])  # equal steps are averaged
 
 
-def test_optimizers_of_keras_step_together(step: Any) -> None:
-    variable = tf.Variable([1.0, 2.0])
-    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.5))
-    optimizer.build([variable])
-
-    @step
-    def train() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(variable) * float(RANK)
-        optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
-
-    train()
-    np.testing.assert_allclose(variable, np.array([1.0, 2.0]) - 0.5 * TRIANGLE / SIZE)
-
-
 class Trainee:
     """A linear model and steepest descent; weights lie in NumPy arrays, as the suite overwrites them."""
 

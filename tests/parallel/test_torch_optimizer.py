@@ -314,25 +314,6 @@ def test_channels_last_gradients_keep_their_layout() -> None:
         assert weight.stride() == weight.grad.stride() != weight.contiguous().stride()
 
 
-class Transposed(torch.nn.Module):
-    """A weight that is dense but not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(3, 6).t())
-        self.scale = torch.nn.Parameter(torch.tensor(0.5))
-        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
-
-    def forward(self, inputs: Any) -> Any:
-        return inputs @ self.weight * self.scale + self.nothing.sum()
-
-
-@pytest.mark.parametrize("make", [sgd, adamw])
-def test_parameters_of_any_strides_and_shapes(make: Any) -> None:
-    """Transposed, zero-dimensional and empty parameters train as in one process."""
-    compare(make, build=Transposed)
-
-
 class MixedTypes(torch.nn.Module):
     """Layers of three dtypes."""
 

@@ -29,7 +29,6 @@ from suites.trainees import (
 )
 
 import ringreduce as rr
-from ringreduce.testing.toy import RATE
 from ringreduce.transport import mpi
 
 torch = pytest.importorskip("torch")
@@ -38,22 +37,6 @@ from trainees.with_torch import Torch  # noqa: E402
 import ringreduce.torch as hvd  # noqa: E402
 
 PRIVATE = MPI.COMM_WORLD.Dup()
-
-
-@pytest.mark.spread
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("stable", [True, False])
-def test_the_stability_limit(staleness: int, stable: bool) -> None:
-    """Gradient descent on a quadratic converges below 2 sin(pi / (2 (2 s + 1))), and not above."""
-    limit = 2 * math.sin(math.pi / (2 * (2 * staleness + 1)))
-    weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-    rate = limit * (0.95 if stable else 1.05)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=rate), staleness=staleness)
-    for _ in range(600):
-        optimizer.zero_grad()
-        (weight.square() / 2).sum().backward()
-        optimizer.step()
-    assert abs(weight.item()) < 0.1 if stable else abs(weight.item()) > 10
 
 
 def late(staleness: int, **options: Any) -> Torch:
@@ -180,26 +163,6 @@ def test_gradients_that_the_program_keeps_and_unused_parameters(to_none: bool) -
         assert grad is None or torch.equal(grad, before)
     assert_equal_on_ranks(trainee)
     np.testing.assert_allclose(named(trainee)["bias"], start()["bias"] * 0.95**4, rtol=1e-6)
-
-
-def test_parameters_that_are_added() -> None:
-    """They are stepped with their first average, one step after it was submitted."""
-    trainee = Torch(start())
-    model = trainee.model
-    first = torch.optim.SGD([model["matrix"], model["bias"]], lr=RATE)
-    optimizer = hvd.DistributedOptimizer(first, staleness=1)
-    expected = OneProcess(start())
-    average: dict[str, Any] = {}
-    for step in range(6):
-        if step == 3:
-            optimizer.add_param_group({"params": [model["cube"], model["number"]]})
-        give_slopes(trainee, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        current = mean([slopes(expected.weights, rank, step) for rank in range(rr.size())])
-        expected.step(average)
-        average = current if step > 2 else {name: current[name] for name in ("matrix", "bias")}
-    assert_weights(trainee, expected.weights)
 
 
 class Quadratics(torch.nn.ParameterList):

@@ -20,14 +20,10 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, Operand
 from ringreduce.collectives import pickles
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.call_sites import CallSite
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ChangedMessageError, MismatchError, RingReduceError, TransportError
 from ringreduce.common.keys import Secret
 from ringreduce.common.lifetime import Lifetime
-from ringreduce.common.reduce_ops import SUM
-from ringreduce.engine import Engine, Reduction
-from ringreduce.engine.operations import CollectiveOp
 from ringreduce.testing import run_ranks, run_threads
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, Prequest
@@ -573,63 +569,6 @@ def test_what_is_done_to_a_message_between_two_ranks_is_an_error(size: int, kind
 
 
 # ---- the engine ----
-
-
-def negotiate(engine: Engine) -> None:
-    """Run operations of several kinds, each rank with values of its own; the results are right."""
-    rank, size = engine.communicator.rank, engine.communicator.size
-    for number in range(3):
-        given = np.full(5, float(number + rank))
-        operation = Reduction(f"sum {number}", "five", SUM, [given], [np.empty(5)])
-        np.testing.assert_array_equal(engine.run(operation)[0], np.full(5, number * size + sum(range(size))))
-        gathered = CollectiveOp(
-            f"rows {number}", "rows", lambda ranks: ranks.allgather(part(rows(9), ranks.rank, size))
-        )
-        np.testing.assert_array_equal(engine.run(gathered), rows(9))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("kind", ["note", "data"])
-def test_what_is_done_in_an_engine_is_an_error(kind: str, action: str, size: int):
-    """To notes that say what was submitted or what runs, and to what operations send; on each rank."""
-    waits = action in ("drop", "swap")
-    for victim, place in product(range(size), (1,) if waits else (0, 3)):
-        notes = MemoryWorld(size)
-        found: list[Any] = [None] * size
-        made: list[Attacker] = []
-
-        def attack(inner: Any, of: str, victim: int = victim, place: int = place, made: Any = made) -> Messages:
-            if inner.rank == victim and of == kind:
-                made.append(inner := Attacker(inner, kind, action, place))
-            return seal(inner)
-
-        def run(
-            communicator: Communicator, attack: Any = attack, notes: MemoryWorld = notes, found: Any = found
-        ) -> None:
-            engine = Engine(communicator, attack(notes.messages(communicator.rank), "note"))
-            try:
-                negotiate(engine)
-            except RingReduceError as error:
-                found[communicator.rank] = error
-            finally:
-                engine.close()
-
-        run_ranks(
-            size,
-            run,
-            node_size=1,
-            config=Config(timeout_s=1.0 if waits else LIMIT_S),
-            wrap=partial(attack, of="data"),
-            called=CallSite,
-            counts_decide=True,
-        )
-        if not any(found) and made[0].seen <= place + (action == "repeat"):
-            continue  # it has got no more messages, or nobody looks for what comes after the last
-        assert all(found), (victim, place, found)
-        if not waits:
-            assert any("does not open" in str(each) for each in found), (victim, place, found)
-            assert "does not open" in str(found[victim]), (victim, place, found)
 
 
 # ---- after a mismatch ----

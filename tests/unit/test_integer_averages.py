@@ -1,4 +1,4 @@
-"""Averages of integers are exact on every path, whatever the sum."""
+"""Averages of integers are exact on every path, whatever the sum; tests/parallel has those of 64 bits."""
 
 from __future__ import annotations
 
@@ -11,27 +11,6 @@ from ringreduce.buffers import DTYPES
 from ringreduce.testing import run_ranks
 
 INTEGERS = [name for name, row in DTYPES.items() if row.kind in ("int", "uint")]
-
-
-#: By the number of ranks, the sizes of nodes. tests/parallel has all of them with int64, and two counts.
-NODES: dict[str, dict[int, list[int | None]]] = {
-    "int64": {1: [None], 2: [1], 3: [None, 2], 4: [2]},
-    "uint64": {1: [1], 2: [None], 3: [1], 4: [None]},
-}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size", "node_size"),
-    [
-        pytest.param(dtype, size, each, marks=() if each in NODES[dtype][size] else pytest.mark.thorough)
-        for dtype in NODES
-        for size in NODES[dtype]
-        for each in (None, 1, 2)
-    ],
-)
-def test_averages_of_long_integers(dtype: str, size: int, node_size: int | None) -> None:
-    """Those of 64 bits, by every algorithm: also where sums wrap around, on one rank's or all ranks' account."""
-    run_ranks(size, lambda communicator: check_averages(communicator, dtype), node_size=node_size)
 
 
 @pytest.mark.parametrize("node_size", [None, 1, 2])

@@ -246,22 +246,3 @@ def test_what_other_ranks_hear_of_a_refused_call_is_short() -> None:
             assert len(str(error)) < 5000
 
     run_ranks(SIZE, body, node_size=1)
-
-
-@NODES
-@COUNTS
-def test_many_mismatches_leave_nothing_behind(node_size: int | None, count: int) -> None:
-    """After each, plans and messages are used again: right sums of known calls, whatever was under way."""
-
-    def body(communicator: rr.Communicator) -> None:
-        arrays = [np.ones(count + extra) for extra in range(2)]
-        for array in arrays:
-            communicator.allreduce(array)
-        for turn in range(20):
-            mine = arrays[communicator.rank == turn % SIZE]
-            with pytest.raises(rr.MismatchError):
-                communicator.allreduce(mine)
-            for array in arrays:
-                assert (communicator.allreduce(array * (turn + 1)) == SIZE * (turn + 1)).all()
-
-    run_ranks(SIZE, body, node_size=node_size, config=Config(timeout_s=10.0))
