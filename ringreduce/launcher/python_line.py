@@ -6,17 +6,19 @@ import os
 import re
 from collections.abc import Sequence
 from enum import Enum, auto
+from getopt import GetoptError, getopt
 from typing import NamedTuple
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.t]*")
 #: Names of standard input, where Python expects a script.
-_STDIN = ("-", "/dev/stdin")
-#: Options with a value: of one letter, in the same word or the next one, and by name, in the next one.
-_VALUED = frozenset("WX")
-_VALUED_NAMES = frozenset({"--check-hash-based-pycs"})
+STDIN = ("-", "/dev/stdin")
+#: The word with the option of a text or a module, which ends the options: what follows are that program's arguments.
+_LAST = re.compile("-[^-WX]*?([cm])")
+#: All other options, as `getopt` takes them.
+_LETTERS = "?bBdEhiIJOPqRsStuvVxW:X:"
+_NAMES = ["help", "help-all", "help-env", "help-xoptions", "version", "check-hash-based-pycs="]
 #: Options that end Python at once.
-_ENDING = frozenset("hV?")
-_ENDING_NAMES = re.compile("--(help.*|version)")
+_ENDING = ("-?", "-h", "-V", "--help", "--version")
 
 
 class ProgramSource(Enum):
@@ -27,10 +29,6 @@ class ProgramSource(Enum):
     TEXT = auto()  # of the command line
     INPUT = auto()
     NOTHING = auto()  # it prints its version, or help
-
-
-#: Options of one letter that name the program; what follows are its arguments.
-_LAST = {"c": ProgramSource.TEXT, "m": ProgramSource.MODULE}
 
 
 class PythonLine(NamedTuple):
@@ -51,41 +49,22 @@ class PythonLine(NamedTuple):
         """Return what a command line runs, by Python's own rules for options; None: it starts no Python."""
         if not words or not _PYTHON.fullmatch(os.path.basename(words[0])):
             return None
-        left = [*words[1:]]
-        while left:
-            word = left.pop(0)
-            if word in _STDIN:
-                return cls(ProgramSource.INPUT, arguments=tuple(left))
-            if not word.startswith("-"):
-                return cls(ProgramSource.SCRIPT, word, tuple(left))
-            if word == "--":  # what follows is no option
-                return cls._after_options(left)
-            if word in _VALUED_NAMES:
-                del left[:1]
-            elif _ENDING_NAMES.fullmatch(word):
-                return cls(ProgramSource.NOTHING)
-            elif (found := cls._letters(word, left)) is not None:
-                return found
-        return cls(ProgramSource.INPUT)
-
-    @classmethod
-    def _after_options(cls, left: list[str]) -> PythonLine:
-        if not left or left[0] in _STDIN:
-            return cls(ProgramSource.INPUT, arguments=tuple(left[1:]))
-        return cls(ProgramSource.SCRIPT, left[0], tuple(left[1:]))
-
-    @classmethod
-    def _letters(cls, word: str, left: list[str]) -> PythonLine | None:
-        """Return what options of one letter in one word run, if any of them does; a value is taken from the others."""
-        for place, letter in enumerate(word[1:], 2):
-            if letter in _ENDING:
-                return cls(ProgramSource.NOTHING)
-            if letter in _VALUED or letter in _LAST:
-                value = word[place:]
-                if not value and left:
-                    value = left.pop(0)
-                return cls(_LAST[letter], value, tuple(left)) if letter in _LAST else None
-        return None
+        cut = next((place for place, word in enumerate(words) if _LAST.match(word)), len(words))
+        after = words[cut:]
+        try:
+            options, left = getopt([*words[1:cut]], _LETTERS, _NAMES)
+        except GetoptError:  # Python says what is wrong with it
+            return cls(ProgramSource.NOTHING)
+        if any(name.startswith(_ENDING) for name, _ in options):
+            return cls(ProgramSource.NOTHING)
+        if left and left[0] not in STDIN:
+            return cls(ProgramSource.SCRIPT, left[0], (*left[1:], *after))
+        if left or not after:
+            return cls(ProgramSource.INPUT, arguments=(*left[1:], *after))
+        last = _LAST.match(after[0])
+        assert last is not None
+        name, *arguments = filter(None, (after[0][last.end() :], *after[1:]))
+        return cls(ProgramSource.TEXT if last[1] == "c" else ProgramSource.MODULE, name, tuple(arguments))
 
 
 def script_of(words: Sequence[str]) -> str:

@@ -237,7 +237,7 @@ class Restarts:
             grace_s=self._spec.grace_s,
             grows=self._start.grows,
             shielded=self._start.mpirun.kind == "Open MPI",
-            stdin=None if self._start.stdin.passes else subprocess.DEVNULL,
+            stdin=None if self._start.passes_stdin else subprocess.DEVNULL,
         )
         job.asks_later = ranks.was_warned
         self._signals.go_to(lambda number: self._hand_on(number, job, ranks))

@@ -23,7 +23,7 @@ from ringreduce.launcher.python_line import PythonLine, script_of
 from ringreduce.launcher.schedulers import Allocation, slurm_job
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
-from ringreduce.launcher.stdin import StandardInput
+from ringreduce.launcher.stdin import is_passed_on, reader, with_program
 
 #: So often a host says that it lives within the time after which it is lost.
 _PULSES = 5
@@ -72,7 +72,8 @@ class Start:
         by_ssh: whether mpirun reaches these by ssh.
         grows: whether the job can begin again on other hosts, at a commit of its ranks.
         allocation: hosts that a scheduler has granted; None if users name the hosts, or there is this machine alone.
-        stdin: standard input of the ranks.
+        passes_stdin: whether mpirun reads the standard input of this command.
+        reader: words before the program, by which rank 0 reads the standard input of this command.
         there: returns a word of the command line as other hosts, and this one, have it.
         has_copies: whether hosts have files for this job alone, which a host that was lost may lack.
         networks: variables by which MPI leaves out networks that join no hosts.
@@ -90,7 +91,8 @@ class Start:
     by_ssh: bool = False
     grows: bool = False
     allocation: Allocation | None = None
-    stdin: StandardInput = field(default_factory=StandardInput)
+    passes_stdin: bool = True
+    reader: tuple[str, ...] = ()
     there: Callable[[str], str] = str
     has_copies: bool = False
     networks: Mapping[str, str] = field(default_factory=dict)
@@ -136,13 +138,15 @@ class Start:
         return {f"RINGREDUCE_{name}": value for name, value in found.items()}
 
     def with_stdin(self) -> Start:
-        """Return this with the standard input of the ranks; see `StandardInput.take`, also for errors."""
+        """Return this with the standard input of the ranks; for errors see `with_program` and `reader`."""
+        if is_passed_on(self.spec):
+            return self
+        spec = with_program(self.spec)
+        if self.mpirun.kind == "Open MPI":
+            spec = replace(spec, more=("--stdin", "none", *spec.more))  # or rank 0 would never see the end
         first = next(iter(self.listed), UNNAMED)
-        stdin = StandardInput.take(self.spec, rank_0_is_here=is_here(first, self.here))
-        if stdin.passes or self.mpirun.kind != "Open MPI":
-            return replace(self, stdin=stdin)
-        spec = replace(self.spec, more=("--stdin", "none", *self.spec.more))  # or rank 0 would never see the end
-        return replace(self, spec=spec, stdin=stdin)
+        words = reader(rank_0_is_here=is_here(first, self.here)) if spec.stdin else ()
+        return replace(self, spec=spec, passes_stdin=False, reader=words)
 
     def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment of a job.
@@ -227,7 +231,7 @@ class Start:
             *((*_INTO_FILE, os.path.abspath(spec.folder)) if spec.folder is not None else ()),
             *(_IN_TORCHS_WORDS if spec.rank_variables else ()),
             *((*_IN_HOROVODS_WORDS, " ".join(map(str, ranks.values()))) if spec.horovod else ()),
-            *self.stdin.before,
+            *self.reader,
             *spec.program,
         ]
 
