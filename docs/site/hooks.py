@@ -49,7 +49,7 @@ SOUGHT = {
     "recipes/debug.md": ["debug one rank", "debugger", "pdb", "breakpoint", "VS Code"],
     "recipes/data.md": ["validation"],
     "recipes/sharding.md": ["ZeRO", "optimizer state"],
-    "recipes/muon.md": ["MuLoCo", "Newton-Schulz", "Shampoo"],
+    "recipes/methods.md": ["MuLoCo", "Muon", "Newton-Schulz", "Shampoo"],
     "recipes/local.md": ["DiLoCo", "LocalSGD"],
     "recipes/staleness.md": ["asynchronous SGD"],
     "slow.md": ["straggler", "slow rank", "ranks of different speed", "load balancing"],

@@ -110,7 +110,7 @@ class DistributedOptimizer(wrapper.Wrapper):
             the bits of each rank updating all. For optimizers with costly updates, each of which depends on its own
             parameter and gradient alone; not with Adasum or ``shard``. None: with `torch.optim.Muon` and parameters in
             host memory, where both are tried in turn, at least four times, and the quicker one stays; with others, no.
-            See docs/recipes/muon.md.
+            See docs/recipes/methods.md.
 
     All arguments from ``compression`` on must be equal on all ranks.
 
