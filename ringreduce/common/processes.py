@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from ringreduce.common.launch import LAUNCHERS
 
@@ -30,6 +31,43 @@ _libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import betwee
 _ignored: set[signal.Signals] = set()  # by `ignore`
 _libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
 _libc.signal.restype = ctypes.c_void_p
+_P = TypeVar("_P", bound="ProcessStat")
+
+
+class ProcessStat(NamedTuple):
+    """A process, as the kernel described it in ``/proc/PID/stat``.
+
+    Attributes:
+        pid: process id.
+        name: the first 15 characters of its name.
+        state: letter for its state.
+        parent: process id of its parent, which changes when that ends.
+        began: start time in ticks, which differs for another process of the same id.
+        wait_status: how it has ended, as `os.wait` says it, while that is kept for its parent (state Z).
+    """
+
+    pid: int
+    name: str
+    state: str
+    parent: int
+    began: int
+    wait_status: int
+
+    @classmethod
+    def read(cls: type[_P], pid: int) -> _P | None:
+        """Return the present state of a process; None if there is no such process."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+        name, _, rest = text.partition("(")[2].rpartition(") ")
+        words = rest.split()
+        return cls(pid, name, words[0], parent=int(words[1]), began=int(words[19]), wait_status=int(words[49]))
+
+    @property
+    def lives(self) -> bool:
+        """Whether it still ran, and was no zombie."""
+        return self.state not in "ZX"
 
 
 @cache
@@ -107,13 +145,11 @@ def ancestors() -> Iterator[tuple[int, str]]:
     """Yield the processes above this one, the nearest first, each with its name; as far as they can be seen."""
     pid = os.getppid()
     while pid > 0:
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                text = file.read().decode(errors="replace")
-        except OSError:
+        process = ProcessStat.read(pid)
+        if process is None:
             return
-        yield pid, text[text.index("(") + 1 : text.rindex(")")]
-        pid = int(text[text.rindex(")") + 2 :].split()[1])
+        yield pid, process.name
+        pid = process.parent
 
 
 def handles(pid: int, number: int) -> bool:
@@ -176,7 +212,8 @@ def _has_in(mask: str, pid: int, number: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is there and was stopped, by a signal or a debugger."""
-    return _state(pid) in ("T", "t")
+    process = ProcessStat.read(pid)
+    return process is not None and process.state in "Tt"
 
 
 def continue_stopped(pid: int) -> None:
@@ -201,26 +238,13 @@ def _schedstat(pid: int) -> int:
 
 def began(pid: int) -> int | None:
     """Return when a process began, in the kernel's ticks; None: it has ended. Others of its number began later."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            words = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if words[0] in "ZX" else int(words[19])
+    process = ProcessStat.read(pid)
+    return process.began if process is not None and process.lives else None
 
 
 def has_ended(pid: int) -> bool:
     """Return whether there is no such process, or only what is kept of it for its parent."""
-    return _state(pid) in ("", "Z", "X")
-
-
-def _state(pid: int) -> str:
-    """Return the kernel's letter for what a process does; empty: there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+    return began(pid) is None
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:

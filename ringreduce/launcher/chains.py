@@ -14,9 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from ringreduce.common.processes import is_launcher
+from ringreduce.common.processes import ProcessStat, is_launcher
 
 #: So many looks are taken soon after each other at most, at the start.
 _FIRST_LOOKS = 100
@@ -24,36 +23,13 @@ _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "mksh", "zsh"}
 #: At so many looks an mpirun that runs has not taken note of the end of a process of its own: it never will.
 _STUCK_LOOKS = 15
 #: In the environment of a rank, and of the shell over it.
-_RANKS = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
+_RANKS = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK")
 
 
-class SeenProcess(NamedTuple):
-    """A process at the last look.
+class SeenProcess(ProcessStat):
+    """A process at the last look."""
 
-    Attributes:
-        pid: process id.
-        name: the first 15 characters of its name, as in the kernel.
-        state: letter of the kernel for its state.
-        parent: process id of its parent, which changes when that ends.
-        began: start time in ticks of the kernel, which differs for another process of the same id.
-    """
-
-    pid: int
-    name: str
-    state: str
-    parent: int
-    began: int
-
-    @classmethod
-    def look(cls, pid: int) -> SeenProcess | None:
-        """Return the present state of a process; None if there is no such process."""
-        name, words = _stat(pid)
-        return cls(pid, name, state=words[0], parent=int(words[1]), began=int(words[19])) if words else None
-
-    @property
-    def lives(self) -> bool:
-        """Whether it still ran, and was no zombie."""
-        return self.state not in "ZX"
+    __slots__ = ()
 
     @property
     def is_shell(self) -> bool:
@@ -68,19 +44,13 @@ class SeenProcess(NamedTuple):
         except OSError:  # it has ended
             return ""
 
-    @property
-    def wait_status(self) -> int | None:
-        """How it has ended, as `os.wait` says it, while that is kept for its parent; None: it runs on, or is gone."""
-        words = _stat(self.pid)[1]
-        return int(words[49]) if words and words[0] == "Z" and int(words[19]) == self.began else None
-
     def children(self) -> list[SeenProcess]:
         """Return its present children."""
         found: list[int] = []
         for path in Path(f"/proc/{self.pid}/task").glob("*/children"):
             with suppress(OSError):  # that thread has ended
                 found += map(int, path.read_text(encoding="ascii").split())
-        return [each for each in map(SeenProcess.look, found) if each is not None]
+        return [each for each in map(SeenProcess.read, found) if each is not None]
 
     def command_line(self) -> list[str]:
         """Return its words; none if it has ended."""
@@ -90,11 +60,9 @@ class SeenProcess(NamedTuple):
 
     def rank(self) -> int | None:
         """Return its rank, None if it belongs to no rank."""
-        with suppress(OSError, ValueError):
-            for each in Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0"):
-                if each.startswith(_RANKS):
-                    return int(each.partition(b"=")[2])
-        return None
+        variables = variables_of(self.pid)
+        rank = next(filter(None, map(variables.get, _RANKS)), b"")
+        return int(rank) if rank.isdigit() else None
 
 
 @dataclass
@@ -140,7 +108,7 @@ class Chains:
     ) -> None:
         self._pid = pid
         self._has_mpirun = has_mpirun
-        started = SeenProcess.look(pid)
+        started = SeenProcess.read(pid)
         assert started is not None, "nobody has waited for it"
         self._started = started
         self._mpirun: SeenProcess | None = None  # once it is known
@@ -176,7 +144,7 @@ class Chains:
 
     def ranks(self) -> list[SeenProcess]:
         """Return the processes that mpirun has started as ranks, now and below it."""
-        top = SeenProcess.look(self._pid)
+        top = SeenProcess.read(self._pid)
         found = {} if top is None else self._find(top)
         return [chain.top for chain in found.values() if chain.top.lives]
 
@@ -191,11 +159,11 @@ class Chains:
     def look(self) -> None:
         """Continue what is stopped and would keep the job from ending, and end what is left of a chain that is torn."""
         self._looks += 1
-        top = SeenProcess.look(self._pid)
+        top = SeenProcess.read(self._pid)
         if top is None or not top.lives:
             return
         stopped: dict[tuple[int, int], tuple[SeenProcess, str]] = {}
-        for mpirun in filter(None, (top, SeenProcess.look(self.mpirun.pid))):
+        for mpirun in filter(None, (top, SeenProcess.read(self.mpirun.pid))):
             if mpirun.state == "T":  # then nothing of the ranks' output passes, and none of their ends is noticed
                 stopped[mpirun.pid, mpirun.began] = mpirun, "mpirun"
         self._look_at_mpirun()
@@ -219,7 +187,7 @@ class Chains:
 
     def _look_at_mpirun(self) -> None:
         """Count the looks at which an ended child of mpirun is there; not the first, which follow each other soon."""
-        mpirun = SeenProcess.look(self.mpirun.pid)
+        mpirun = SeenProcess.read(self.mpirun.pid)
         if self.known and mpirun is not None and mpirun.state not in "Tt":
             ended = [(each.pid, each.began) for each in mpirun.children() if not each.lives]
             self._unnoticed = {key: self._unnoticed.get(key, 0) + 1 for key in ended}
@@ -244,7 +212,7 @@ class Chains:
 
     def _is_left_by_its_rank(self, chain: _Chain) -> bool:
         """Return whether a shell is stopped, and all its children have ended."""
-        under = [SeenProcess.look(each.pid) for each in chain.under]
+        under = [SeenProcess.read(each.pid) for each in chain.under]
         return chain.top.state == "T" and chain.top.is_shell and not any(each and each.lives for each in under)
 
     def _look_at_rank(self, chain: _Chain) -> None:
@@ -283,14 +251,12 @@ class Chains:
                 self._on_death(chain.rank)
 
 
-def _stat(pid: int) -> tuple[str, list[str]]:
-    """Return the name of a process, and what the kernel says behind that; nothing if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", []
-    name, _, rest = text.partition("(")[2].rpartition(") ")
-    return name, rest.split()
+def variables_of(pid: int) -> dict[bytes, bytes]:
+    """Return the environment with which a process was started; nothing if it has ended, or is somebody else's."""
+    with suppress(OSError):
+        pairs = (each.partition(b"=") for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        return {name: value for name, _, value in pairs}
+    return {}
 
 
 def _launcher_under(top: SeenProcess) -> SeenProcess | None:
@@ -306,7 +272,7 @@ def _launcher_under(top: SeenProcess) -> SeenProcess | None:
 
 def is_there(process: SeenProcess) -> bool:
     """Return whether a process runs on, and no other one has its number now."""
-    now = SeenProcess.look(process.pid)
+    now = SeenProcess.read(process.pid)
     return now is not None and now.began == process.began and now.lives
 
 

@@ -8,10 +8,9 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from ringreduce.common.processes import is_launcher
-from ringreduce.launcher.chains import SeenProcess, is_there, send
+from ringreduce.launcher.chains import SeenProcess, is_there, send, variables_of
 
 #: Lets mpirun go on when the process that has stopped it is gone; takes its number. Whoever reads the standard input of
 #: this sees its end then, however that process has ended.
@@ -50,8 +49,7 @@ class Grace:
     def is_over(self) -> bool:
         """Return whether all ranks of this host have ended; those that have used up their time are killed."""
         if not any(map(is_there, self._ranks)):
-            good = (None, 0, os.EX_TEMPFAIL << 8)
-            self.has_failed = self._waker is not None and any(rank.wait_status not in good for rank in self._ranks)
+            self.has_failed = self._waker is not None and any(map(_has_failed, self._ranks))
             return True
         if time.monotonic() < self._until:
             return False
@@ -62,7 +60,7 @@ class Grace:
     def kill(self) -> None:
         """Kill the ranks, with what they have started."""
         for rank in self._ranks:
-            now = SeenProcess.look(rank.pid)
+            now = SeenProcess.read(rank.pid)
             if now is not None and now.began == rank.began:  # it may have ended, and what it has started may not
                 with suppress(ProcessLookupError, PermissionError):
                     # mpirun gives each rank a group: the shell over it, and what it starts, are in there.
@@ -75,6 +73,14 @@ class Grace:
         if self._waker is not None and self._waker.stdin is not None:
             self._waker.stdin.close()
             self._waker.wait()
+
+
+def _has_failed(rank: SeenProcess) -> bool:
+    """Return whether a rank that has ended did neither end well nor with the status of a stop, as far as it is kept."""
+    now = SeenProcess.read(rank.pid)
+    if now is None or now.began != rank.began or now.state != "Z":
+        return False
+    return now.wait_status not in (0, os.EX_TEMPFAIL << 8)
 
 
 def _continues_later(pid: int) -> subprocess.Popen[bytes]:
@@ -95,15 +101,12 @@ def programs(rank: SeenProcess) -> Iterator[SeenProcess]:
 def _ranks_of(pid: int) -> Iterator[SeenProcess]:
     """Yield the processes that Open MPI's mpirun has started as ranks, also those under daemons of their own."""
     here = os.uname().nodename.encode().split(b".")[0]
-    number = b"%d" % pid
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is somebody else's
-            variables = path.read_bytes().split(b"\0")
-            job = next((each for each in variables if each.startswith(b"PMIX_NAMESPACE=prterun-")), b"")
-            host, _, last = job.partition(b"=prterun-")[2].rpartition(b"@")[0].rpartition(b"-")
-            is_ours = last == number and host.split(b".")[0] == here
-            if is_ours and any(each.startswith(b"OMPI_COMM_WORLD_RANK=") for each in variables):
-                found = SeenProcess.look(int(path.parent.name))
-                parent = None if found is None else SeenProcess.look(found.parent)
-                if found is not None and parent is not None and is_launcher(parent.name):
-                    yield found
+    for number in filter(str.isdecimal, os.listdir("/proc")):
+        variables = variables_of(int(number))
+        job = variables.get(b"PMIX_NAMESPACE", b"").partition(b"prterun-")[2]
+        host, _, last = job.rpartition(b"@")[0].rpartition(b"-")
+        is_ours = last == b"%d" % pid and host.split(b".")[0] == here
+        process = SeenProcess.read(int(number)) if is_ours and b"OMPI_COMM_WORLD_RANK" in variables else None
+        parent = None if process is None else SeenProcess.read(process.parent)
+        if process is not None and parent is not None and is_launcher(parent.name):
+            yield process
