@@ -18,24 +18,13 @@ import ringreduce
 from ringreduce.cli import main as ringreduce_main
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import read_file
+from ringreduce.common.settings import PathOf, Setting, rows
+from ringreduce.launcher.spec import LaunchSpec
 
-#: A row for each option: its names; what its value is called, if it takes one; what becomes of it; what it does here.
+#: Options besides those of rows of `LaunchSpec`: the names; what the value is called, if it takes one; what becomes of
+#: it; what it does here.
 _TABLE = """
--np --num --num-proc | N | run -np | how many ranks
--H --hosts | h1:2,h2:2 | run -H | hosts and their slots
--hostfile --hostfile | FILE | run --hostfile | a file with lines: h1 slots=2
--p --ssh-port | PORT | run --ssh-port | where ssh reaches the other hosts
---network-interface --network-interfaces | NAMES | run --network-interface | for messages
---mpi-args | OPTIONS | run --mpi-args | more options for mpirun
---output-filename | FOLDER | run --log-dir | a file for each rank: rank-0.log
---start-timeout --elastic-timeout | SECONDS | run --start-timeout | wait so long for slots, and for all to call init()
---verbose | | run --verbose | show the command line of mpirun
---min-np --min-num-proc | N | run --min-np | an elastic job ends with fewer ranks
---max-np --max-num-proc | N | run --max-np | an elastic job grows to so many
---slots --slots-per-host | N | run --slots | of hosts listed without a number
---host-discovery-script | FILE | run --host-discovery-script | prints host:slots lines
 --commits | FOLDER | set RINGREDUCE_COMMITS | commits of a job that grows, for all hosts; else here, while it runs
---reset-limit | N | run --reset-limit | how often the ranks may change
 --blacklist-cooldown-range | MIN MAX | run --cooldown | seconds for which failing hosts are not used
 --fusion-threshold-mb | MIB | set RINGREDUCE_FUSION | closes a group of fused tensors
 --timeline-filename | FILE | set RINGREDUCE_TIMELINE | a trace of the job
@@ -126,14 +115,27 @@ def _cells(table: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in row.split("|")]
 
 
+def _value(row: Setting, default: object) -> str:
+    """Return what the value of an option of ``ringreduce run`` is called; empty: it takes none."""
+    if row.metavar or isinstance(default, bool):
+        return row.metavar
+    if isinstance(row.parse, PathOf):
+        return "FOLDER" if row.parse.is_folder else "FILE"
+    return "N"
+
+
 def _options() -> Iterator[_Option]:
-    for names, value, here, text in _cells(_TABLE):
+    for _, default, row in rows(LaunchSpec):
+        if row.horovodrun:
+            names = tuple(row.horovodrun.split())
+            yield _Option(names, _value(row, default), kind="run", target=row.option, text=row.help)
+    for cells, value, here, text in _cells(_TABLE):
         kind, _, target = here.partition(" ")
-        yield _Option(tuple(names.split()), value, kind=kind, target=target, text=text)
+        yield _Option(tuple(cells.split()), value, kind=kind, target=target, text=text)
     for options, text in _cells(_UNNEEDED):
-        for names in options.split(","):
-            value = "VALUE" if "=" in names else ""
-            yield _Option(tuple(names.replace("=", "").split()), value, kind="none", target="", text=text)
+        for option in options.split(","):
+            value = "VALUE" if "=" in option else ""
+            yield _Option(tuple(option.replace("=", "").split()), value, kind="none", target="", text=text)
 
 
 _OPTIONS = tuple(_options())
@@ -146,7 +148,7 @@ _SECTIONS = {
     **dict.fromkeys(("params", "library_options"), ""),
     **{"timeline": "timeline_", "stall_check": "stall_check_", "autotune": "autotune_", "logging": "log_"},
 }
-_RUN_ELASTIC = {"--min-np", "--max-np", "--host-discovery-script", "--slots", "--reset-limit", "--cooldown"}
+_RUN_ELASTIC = {row.option for _, _, row in rows(LaunchSpec) if row.needs and row.needs[0] == "--elastic"}
 
 
 @dataclass

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
+from ringreduce.common.config import default_key_file
 from ringreduce.common.keys import write_secret
-
-
-def default_key_file() -> Path:
-    """Return where a user's key is, by the XDG base directory specification."""
-    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(folder, "ringreduce", "key")
 
 
 @click.command("keygen", short_help="Make a key, to encrypt what travels and what is stored.")

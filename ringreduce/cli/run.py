@@ -12,17 +12,16 @@ from typing import Any
 
 import click
 
-from ringreduce.cli.keygen import default_key_file
 from ringreduce.cli.progress_bar import bytes_bar
 from ringreduce.cli.wrong_options import ProgramCommand, guess, options_of
-from ringreduce.common.config import Config, parse_address
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import KEY_VARIABLE
 from ringreduce.common.processes import ignore
-from ringreduce.common.quantities import parse_seconds
 from ringreduce.common.sealed_files import disk_keys
+from ringreduce.common.settings import OneOf, PathOf, Setting, WholeNumber, rows
 from ringreduce.launcher.allocations_end import run_again
-from ringreduce.launcher.hosts import Cooldown, Hosts
+from ringreduce.launcher.hosts import Hosts
 from ringreduce.launcher.job import say
 from ringreduce.launcher.own_networks import without_own_networks
 from ringreduce.launcher.rank_variables import with_free_port
@@ -78,17 +77,66 @@ class _RunCommand(ProgramCommand):
         return rest
 
 
-def _key_file(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
-    return None if path is None else os.path.abspath(path or default_key_file())
+class _UsablePath(click.Path):
+    """A path that can be used as its row says, in the form in which it is handed on."""
+
+    def __init__(self, path: PathOf) -> None:
+        super().__init__(
+            exists=path.exists, file_okay=not path.is_folder, dir_okay=path.is_folder, executable=path.is_program
+        )
+        self._path = path
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._path(str(super().convert(value, param, ctx)))
 
 
-def _address(text: str) -> str:
-    host, port = parse_address(text)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _kind(name: str, read: Callable[[str], Any]) -> click.ParamType[Any]:
+    """Return click's type for what reads the value of an option."""
+    if isinstance(read, PathOf):
+        return _UsablePath(read)
+    if isinstance(read, WholeNumber):
+        return click.IntRange(read.least, read.most)
+    if isinstance(read, OneOf):
+        return click.Choice(read.words)
+    return click.STRING if read is str else Parsed(name, read)
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(shlex.split(text))
+def _text_for_ranks(row: Setting) -> Callable[[str], Any]:
+    """Return what makes the text of a variable from that of an option."""
+
+    def read(text: str) -> str:
+        told = row.told(text)
+        row.parse(told)
+        return told
+
+    return row.told if isinstance(row.told, PathOf) else row.parse if isinstance(row.parse, OneOf) else read
+
+
+#: The options that set a variable of the ranks, and are nothing else.
+_OF_RANKS = {name: row for name, _, row in rows(Config) if row.options}
+
+
+def _how(name: str, default: Any, row: Setting) -> dict[str, Any]:
+    """Return the arguments of an option for what reads it, and for its default."""
+    if row.switch:
+        return {"flag_value": row.switch, "default": None}
+    if isinstance(default, bool):
+        return {"is_flag": True, "default": default}
+    standard = f"{default:g}" if isinstance(default, float) else default
+    if name in _OF_RANKS:
+        return {"type": _kind(name, _text_for_ranks(row)), "show_default": row.unset or standard or False}
+    shown = row.unset or (standard if isinstance(default, float) else True)
+    value = None if default == () else default
+    return {"type": _kind(name, row.parse), "default": value, "show_default": shown, "multiple": row.several}
+
+
+def _options(function: Callable[..., int]) -> Callable[..., int]:
+    """Add an option for each row of `LaunchSpec`, and for each of `Config` that has one."""
+    for name, default, row in reversed([*rows(LaunchSpec), *rows(Config)]):
+        if row.options:
+            texts = {"metavar": row.metavar or None, "hidden": row.hidden, "help": row.help}
+            function = click.option(*row.options, name, **texts, **_how(name, default, row))(function)
+    return function
 
 
 @click.command(
@@ -97,188 +145,7 @@ def _words(text: str) -> tuple[str, ...]:
     short_help="Start a job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option(
-    "-np",
-    "-n",
-    "--num-proc",
-    "ranks",
-    type=click.IntRange(1),
-    show_default="1, or one per slot of the hosts",
-    help="How many ranks.",
-)
-@click.option("-H", "--hosts", help="Hosts and their slots, as in h1:2,h2:2.")
-@click.option(
-    "--hostfile", type=click.Path(exists=True, dir_okay=False), help="A file of hosts, with lines like: h1 slots=2"
-)
-@click.option("-x", "exported", multiple=True, metavar="NAME[=VALUE]", help="A variable for all ranks. Repeatable.")
-@click.option(
-    "--log-dir",
-    "folder",
-    type=click.Path(file_okay=False),
-    help="Write rank-0.log and so on; show rank 0 alone.",
-)
-@click.option("--prefix/--no-prefix", help="Begin each line of output with its rank, in mpirun's own format.")
-@click.option(
-    "--encrypt",
-    "key_file",
-    metavar="[=FILE]",
-    callback=_key_file,
-    help="Encrypt messages of ranks; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.",
-)
-@click.option(
-    "--status",
-    type=Parsed("address", _address),
-    metavar="[HOST:]PORT",
-    help="Serve what all ranks do, from the host of rank 0, to who has the token: a page, /metrics and /health.",
-)
-@click.option(
-    "--status-token-file",
-    "token_file",
-    type=click.Path(dir_okay=False),
-    callback=lambda context, option, file: file and os.path.abspath(file),
-    help="The token; made if there is no such file. Else all of your jobs on a host have one, which `top --job` finds.",
-)
-@click.option("--elastic", is_flag=True, help="Go on when ranks die; for programs that use ringreduce.elastic.")
-@click.option("--min-np", "least", type=click.IntRange(1), show_default="1", help="End once fewer ranks survive.")
-@click.option("--max-np", "most", type=click.IntRange(1), show_default="-np", help="Start or grow to so many.")
-@click.option("--max-restarts", "restarts", type=click.IntRange(0), default=0, help="Start it again after it failed.")
-@click.option(
-    "--host-discovery-script",
-    "script",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, executable=True),
-    callback=lambda context, option, file: file and os.path.abspath(file),  # as given: links may change what they name
-    help="Run every second; prints a line host or host:slots for each host that there is.",
-)
-@click.option(
-    "--slots",
-    "--slots-per-host",
-    type=click.IntRange(1),
-    show_default="1",
-    help="Slots of hosts listed without a number.",
-)
-@click.option(
-    "--cooldown",
-    type=Parsed("seconds", Cooldown.parse),
-    show_default="for ever",
-    help='For how long a host is not used again after a rank of it died; "MIN MAX": twice as long with each death.',
-)
-@click.option(
-    "--reset-limit",
-    type=click.IntRange(0),
-    show_default="none",
-    help="End when the ranks would change more often, by deaths, restarts or growth.",
-)
-@click.option(
-    "--start-timeout",
-    "start_timeout_s",
-    type=float,
-    default=600.0,
-    metavar="SECONDS",
-    show_default="600",
-    help="Wait so long for --min-np slots, for ranks on their hosts, and from the first rank's init() for the last.",
-)
-@click.option(
-    "--host-timeout",
-    "host_timeout_s",
-    type=float,
-    default=10.0,
-    metavar="SECONDS",
-    show_default="10",
-    help="A host that says nothing for so long is lost; with --elastic, the job begins again without it. 0: never.",
-)
-@click.option(
-    "--grace",
-    "grace_s",
-    type=float,
-    default=5.0,
-    metavar="SECONDS",
-    show_default="5",
-    help="After SIGTERM, ranks of this host have so long to end before they are killed.",
-)
-@click.option("--requeue", is_flag=True, help="Have Slurm run the job again if it has stopped (status 75).")
-@click.option(
-    "--stop-before",
-    "stop_before_s",
-    type=Parsed("time", parse_seconds),
-    metavar="TIME",
-    help="Ask the ranks to stop so long before the allocation ends: 90, 5m or 1h.",
-)
-@click.option(
-    "--ship",
-    is_flag=True,
-    help="Copy the virtual environment and the program to a folder of each host first: nothing need be shared.",
-)
-@click.option(
-    "--ship-path",
-    "ship_paths",
-    multiple=True,
-    metavar="PATH",
-    help="With --ship, copy this file or folder, too. Repeatable.",
-)
-@click.option("--keep", is_flag=True, help="With --ship, keep the copies for the next job; else they are removed.")
-@click.option("--oversubscribe", is_flag=True, help="Start more ranks than the hosts, or the allocation, have slots.")
-@click.option(
-    "--env",
-    type=click.Choice(["named", "all"]),
-    default="named",
-    show_default=True,
-    help="What other hosts get of this environment: RINGREDUCE_*, HOROVOD_*, OMP_* and -x, or all but what "
-    "belongs to this host.",
-)
-@click.option("--stdin", is_flag=True, help="Rank 0 reads this command's standard input; else it is empty.")
-@click.option("--network-interface", "interfaces", metavar="NAMES", help="For messages: eth0,eth1.")
-@click.option("--ssh-port", type=click.IntRange(1, 65535), show_default="ssh's own", help="Of the other hosts.")
-@click.option(
-    "--mpi-args",
-    "more",
-    type=Parsed("options", shlex.split),
-    default="",
-    help="More options for mpirun, as in a shell.",
-)
-@click.option(
-    "--verbose", is_flag=True, help="Show the command line of mpirun, what is set for it, and what it says of failures."
-)
-@click.option(
-    "--report",
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
-    callback=lambda context, option, file: file and os.path.abspath(file),
-    help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.",
-)
-@click.option(
-    "--watchdog",
-    "watchdog_s",
-    type=float,
-    metavar="SECONDS",
-    help="Say why if no rank has made a step, a collective or a report for so long.",
-)
-@click.option(
-    "--watchdog-first",
-    "watchdog_first_s",
-    type=float,
-    default=600.0,
-    metavar="SECONDS",
-    show_default=True,
-    help="The same until the first step or report of any rank, if that is longer: programs compile then.",
-)
-@click.option(
-    "--watchdog-action",
-    type=click.Choice(["dump", "end", "restart"]),
-    default="dump",
-    show_default=True,
-    help="And then let ranks go on, end the job with status 124, or start it again, by --max-restarts.",
-)
-@click.option("--quiet", is_flag=True, help="Do not say at the end what steps took, and why.")
-@click.option(
-    "--rank-variables/--no-rank-variables",
-    default=True,
-    show_default=True,
-    help="Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does; with "
-    "--encrypt not the last two.",
-)
-@click.option("--horovod-variables", "horovod", is_flag=True, hidden=True, help="Set HOROVOD_RANK and its kin.")
-@click.option("--results", type=click.Path(exists=True, file_okay=False), hidden=True, help="Of `ringreduce.run`.")
+@_options
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(dry_run: bool, **options: Any) -> int:
@@ -300,7 +167,9 @@ def command(dry_run: bool, **options: Any) -> int:
     put their next commit on disk and end, and the job begins again with it, on the hosts that there are then.
     PROGRAM must call `state.keep_on_disk`.
     """
-    spec = LaunchSpec(**options)
+    given = {name: value for name, value in options.items() if value is not None}
+    texts = {row.variable: given.pop(name) for name, row in _OF_RANKS.items() if name in given}
+    spec = LaunchSpec(settings=texts, **given)
     if spec.program[0].startswith("-"):
         name = spec.program[0]
         asked = guess(name, options_of(command))
@@ -315,7 +184,7 @@ def command(dry_run: bool, **options: Any) -> int:
         click.echo(f"{start.describe(settings)} {shlex.join(line)}".strip())
         return 0
     make_folder(spec)
-    if start.spec.rank_variables and (spec.key_file is not None or os.environ.get(KEY_VARIABLE)):
+    if start.spec.rank_variables and (KEY_VARIABLE in spec.settings or os.environ.get(KEY_VARIABLE)):
         say("ranks get no MASTER_ADDR and MASTER_PORT, as torch's own backends do not encrypt; -x sets them")
     start = without_own_networks(start)
     with shipped(start, bytes_bar) as start, with_results(start) as start, with_free_port(start) as start:
@@ -324,8 +193,8 @@ def command(dry_run: bool, **options: Any) -> int:
             ignore(signal.SIGTERM)
             ignore(signal.SIGUSR1)
     with suppress(ConfigError):  # then there is no trace
-        given = {name: value for name, value in spec.variables().items() if value is not None}
-        settings_there = Config.from_environ({**os.environ, **given})
+        exported = {name: value for name, value in spec.variables().items() if value is not None}
+        settings_there = Config.from_environ({**os.environ, **spec.settings, **exported})
         if settings_there.timeline:  # ranks that were killed have left their parts
             collect(settings_there.timeline, disk_keys(settings_there.disk_key_file))
     if status == os.EX_TEMPFAIL and spec.requeue:

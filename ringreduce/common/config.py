@@ -5,16 +5,31 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from collections.abc import Set as AbstractSet
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ringreduce.common.conventions import Conventions
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.keys import KEY_VARIABLE
 from ringreduce.common.launch import VARIABLES, Launch
 from ringreduce.common.quantities import parse_nbytes
+from ringreduce.common.settings import (
+    OneOf,
+    PathOf,
+    Seconds,
+    Setting,
+    WholeNumber,
+    address_told,
+    address_unless_switch,
+    described,
+    is_on,
+    or_zero,
+    rows,
+    setting,
+    switch,
+)
 
 #: Of ringreduce.
 VERSION = "0.1.0"
@@ -26,59 +41,11 @@ _ELSEWHERE = {*VARIABLES, "RINGREDUCE_HOST", "RINGREDUCE_TEST_TIMEOUT"}
 _GPU_SWITCHES = ("MV2_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID")
 
 
-def _unless_zero(text: str) -> str:
-    return "" if text == "0" else text
-
-
-#: Variables of Horovod that mean something here: the field of `Config`, and the value there ("": nothing).
-#: They are read wherever ours is not set, whatever the script imports: users who change the import have set them too.
-HOROVOD: dict[str, tuple[str, Callable[[str], str]]] = {
-    # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
-    "HOROVOD_FUSION_THRESHOLD": ("fusion_nbytes", lambda text: "1" if text == "0" else text),
-    "HOROVOD_LOG_LEVEL": ("log_level", str),
-    # Before the next one, as it overrides it.
-    "HOROVOD_STALL_CHECK_DISABLE": ("stall_warning_s", lambda text: "0" if _unless_zero(text) else ""),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_warning_s", str),
-    # Horovod's 0: wait for ever, which nothing does here.
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("timeout_s", _unless_zero),
-    # Horovod's DYNAMIC: the program starts it, which it always may here.
-    "HOROVOD_TIMELINE": ("timeline", lambda text: "" if text == "DYNAMIC" else text),
-    "HOROVOD_TIMELINE_MARK_CYCLES": ("timeline_marks_batches", str),
-}
 #: Variables of Horovod that ask for what is always so here, or that ``horovodrun`` sets for the program.
 _HOROVOD_ALWAYS = {"HOROVOD_DYNAMIC_PROCESS_SETS"} | {
     f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 }
-_ON = ("1", "on", "true", "yes")
-_OFF = ("0", "off", "false", "no")
 _LOG_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
-
-
-def _or_zero(parse: Callable[[str], Any], zero: Any) -> Callable[[str], Any]:
-    """Return what reads a text like another function, but ``0`` as this."""
-    return lambda text: zero if text == "0" else parse(text)
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise ValueError("expected a positive whole number")
-    return int(text)
-
-
-def _whole_number(text: str) -> int:
-    if not text.isdigit():
-        raise ValueError("expected a whole number, 0 or more")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError("expected a number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise ValueError("expected a positive number of seconds")
-    return value
 
 
 def _log_level(text: str) -> str:
@@ -88,54 +55,14 @@ def _log_level(text: str) -> str:
     return level
 
 
-def _switch(text: str) -> bool:
-    if text.lower() not in (*_ON, *_OFF):
-        raise ValueError("expected 1 or 0")
-    return text.lower() in _ON
+def _unless_zero(text: str) -> str:
+    return "" if text == "0" else text
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Read where something listens: ``HOST:PORT``, ``[::1]:PORT``, or ``:PORT`` and ``PORT`` of this machine alone.
-
-    Raises:
-        ValueError: it is none.
-    """
-    host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit() and 1 < int(port) < 1 << 16):
-        raise ValueError("expected [HOST:]PORT, with a port from 2 to 65535")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError(f"expected the host in brackets, as in [{host}]:{port}")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-def _seen(text: str) -> bool:
-    return text.lower() not in _OFF
-
-
-def _address(text: str) -> tuple[str, int] | None:
-    if text.lower() in (*_ON, *_OFF):
-        return None
-    try:
-        return parse_address(text)
-    except ValueError as error:
-        raise ValueError(f"{error}; or 1 or 0") from None
-
-
-def _action(text: str) -> str:
-    if text not in ("dump", "end", "restart"):
-        raise ValueError("expected dump, end or restart")
-    return text
-
-
-def _gpu(text: str) -> str:
-    if text.lower() not in ("staged", "nccl", "mpi"):
-        raise ValueError("expected staged, nccl or mpi")
-    return text.lower()
-
-
-def _setting(variable: str, parse: Callable[[str], Any], default: Any) -> Any:
-    """Declare a field of `Config`: its variable, what reads that, and the value where it is not set."""
-    return field(default=default, metadata={"variable": variable, "parse": parse})
+def default_key_file() -> Path:
+    """Return where a user's key is, by the XDG base directory specification."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder, "ringreduce", "key")
 
 
 def runtime_folder() -> Path:
@@ -148,121 +75,304 @@ def runtime_folder() -> Path:
 
 #: What `Launch` reads and users may set as well: checked here, where a wrong text can be told.
 _LAUNCHED = {
-    "RINGREDUCE_COMMIT_REPLICAS": _positive_int,
-    "RINGREDUCE_MIN_NP": _positive_int,
-    "RINGREDUCE_RESET_LIMIT": _whole_number,
+    "RINGREDUCE_COMMIT_REPLICAS": WholeNumber(1),
+    "RINGREDUCE_MIN_NP": WholeNumber(1),
+    "RINGREDUCE_RESET_LIMIT": WholeNumber(0),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of a world; they must be equal on all ranks, and ``init`` checks that they are.
+    """Settings of a world. ``init`` checks that those that must be equal on all ranks are.
 
     Attributes:
-        timeout_s: how long (seconds) any wait for a peer may last. ``RINGREDUCE_TIMEOUT``
-        node_size: treat every so many consecutive ranks as a node. ``RINGREDUCE_NODE_SIZE``
-        shared_memory: whether ranks of a node may share memory. ``RINGREDUCE_SHARED_MEMORY``
-        private_memory: whether ranks of a node may copy each other's private memory.
-            ``RINGREDUCE_PRIVATE_MEMORY``
-        results_nbytes: new arrays that collectives return lie in memory that the ranks of the node share, as long as
-            those of a rank that live take no more than so many bytes together; None: a quarter of the machine's memory,
-            divided by the ranks of the node. ``RINGREDUCE_RESULTS_BYTES``, 0 for none
-        algorithm: the allreduce algorithm to use wherever it can run. ``RINGREDUCE_ALGORITHM``
         segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap.
-        fusion_nbytes: small asynchronous allreduces travel together; a group that holds so many bytes is closed.
-            ``RINGREDUCE_FUSION``
-        stall_warning_s: warn about an operation that some rank has not submitted for so long (seconds); None: never.
-            ``RINGREDUCE_STALL_WARNING``, 0 for never
-        log_level: of the logger ``ringreduce``, which ``init`` sets; None: as it is. ``RINGREDUCE_LOG_LEVEL``
-        deterministic: whether allreduces add in the order of ranks, for the same bits wherever these run; see
-            `Communicator.allreduce`. Then wire formats are refused, those of ``compression=`` too.
-            ``RINGREDUCE_DETERMINISTIC``
-        timeline: the file into which `init` starts a timeline; None: none. ``RINGREDUCE_TIMELINE``
-        timeline_marks_batches: whether it has marks where operations that travel together start.
-            ``RINGREDUCE_TIMELINE_MARKS``
-        bucket_nbytes: gradients travel together in buckets; a bucket that holds so many bytes is closed.
-            ``RINGREDUCE_BUCKET``
-        tuning: the folder of the tables that ``ringreduce tune`` makes and `init` looks for; None: none.
-            ``RINGREDUCE_TUNING``, 0 for none; else the folder ``ringreduce`` in that of the user's caches
-        gpu: what allreduces of arrays on GPUs go by: ``"staged"``: pinned host memory; ``"nccl"``; ``"mpi"``: an MPI
-            library that takes addresses of GPU memory, and CuPy's sums. ``RINGREDUCE_GPU``
-        conventions: whose numbers come out where Horovod's differ from the chain rule's. ``RINGREDUCE_CONVENTIONS``,
-            chain_rule or horovod; else those of `ringreduce.runtime.set_conventions`
-        standalone: whether this process is a world of its own, whatever has started it beside others.
-            ``RINGREDUCE_STANDALONE``
-        check_weights_every: so many steps of an optimizer come to one before which the ranks compare checksums of their
-            weights; None: never (but for the first few). ``RINGREDUCE_CHECK``
-        check_finite_every: the same for looking whether all gradients are numbers; gradients are then not reduced
-            during the backward pass. Overflows are left to what scales losses and leaves out steps.
-            ``RINGREDUCE_CHECK_FINITE``
-        check_data: whether the ranks compare checksums of their gradients in the first three steps of an optimizer, to
-            warn if all train on the same data. ``RINGREDUCE_CHECK_DATA``
-        checksum: whether what travels in messages is compared with what was sent, by a CRC-32. ``RINGREDUCE_CHECKSUM``
-        key_file: the file with the secret by which messages are sealed; None: they are not.
-            ``RINGREDUCE_KEY_FILE``
-        status: whether `ringreduce top` sees the ranks. ``RINGREDUCE_STATUS``
-        status_address: where rank 0 serves what all ranks do, a host and a port; None: nowhere.
-            ``RINGREDUCE_STATUS=[HOST:]PORT``
-        status_token_file: the file with the token that this asks for; None: one that is made for this user.
-            ``RINGREDUCE_STATUS_TOKEN_FILE``
-        otlp: whether rank 0 sends what all ranks do to a collector of OpenTelemetry. ``RINGREDUCE_OTLP``
-        verdict: whether rank 0 says at the end, on standard error, what steps took and why. ``RINGREDUCE_VERDICT``
-        report: the file to which rank 0 writes that at the end, as JSON; None: none. ``RINGREDUCE_REPORT``
-        watchdog_s: rank 0 says what a job waits for in which no rank has made a step, a collective or a report for so
-            long (seconds); None: never. ``RINGREDUCE_WATCHDOG``
-        watchdog_first_s: the same until any rank has made a step or a report, if that is longer (seconds): programs
-            compile then. ``RINGREDUCE_WATCHDOG_FIRST``
-        watchdog_action: what follows: ``"dump"``: nothing, each rank has written down what it does; ``"end"``: the job
-            is ended; ``"restart"``: and started again. ``RINGREDUCE_WATCHDOG_ACTION``
-        dump: the folder into which a rank writes what it has done last, when no call is possible any more, or on
-            SIGUSR1; None: none. ``RINGREDUCE_DUMP``
-        audit: the file to which rank 0 appends a record of the run (see `ringreduce.observe.audit`); None: none.
-            ``RINGREDUCE_AUDIT``
-        disk_key_file: the file with the secret by which commits, checkpoints, exported models, traces and dumps are
-            sealed; None: they are not. ``RINGREDUCE_DISK_KEY_FILE``
-        object_limit_nbytes: the most bytes that the objects of one call, of all ranks together, may take once they are
-            pickled. ``RINGREDUCE_OBJECT_LIMIT``
-        launched_size: how many ranks the launcher says it started, None when there was no launcher.
+        launched_size: how many ranks the launcher says it started; None: there was no launcher.
     """
 
-    timeout_s: float = _setting("RINGREDUCE_TIMEOUT", _positive_float, 300.0)
-    node_size: int | None = _setting("RINGREDUCE_NODE_SIZE", _positive_int, None)
-    shared_memory: bool = _setting("RINGREDUCE_SHARED_MEMORY", _switch, True)
-    private_memory: bool = _setting("RINGREDUCE_PRIVATE_MEMORY", _switch, True)
-    results_nbytes: int | None = _setting("RINGREDUCE_RESULTS_BYTES", _or_zero(parse_nbytes, 0), None)
-    algorithm: str | None = _setting("RINGREDUCE_ALGORITHM", str, None)
+    timeout_s: float = setting(
+        "RINGREDUCE_TIMEOUT",
+        Seconds(),
+        300.0,
+        "seconds that a rank waits for another; in an "
+        "[elastic](failures.md#how-does-training-go-on-when-ranks-die) job the others then go on without it",
+        # Horovod's 0: wait for ever, which nothing does here.
+        of_horovod={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": _unless_zero},
+    )
+    algorithm: str | None = setting(
+        "RINGREDUCE_ALGORITHM",
+        str,
+        None,
+        "the allreduce algorithm to use wherever it can run; `python -m ringreduce explain -b 4K -e 64M` shows "
+        "the choice",
+        unset="the best known",
+    )
+    node_size: int | None = setting(
+        "RINGREDUCE_NODE_SIZE",
+        WholeNumber(1),
+        None,
+        "how many consecutive ranks to treat as a node, to try hierarchies on one machine",
+        unset="the ranks of each machine",
+    )
+    shared_memory: bool = setting(
+        "RINGREDUCE_SHARED_MEMORY",
+        switch,
+        True,
+        "0: all bytes go over MPI",
+        moved={"private": "RINGREDUCE_PRIVATE_MEMORY", "results": "RINGREDUCE_RESULTS_BYTES"},
+    )
+    private_memory: bool = setting(
+        "RINGREDUCE_PRIVATE_MEMORY",
+        switch,
+        True,
+        "0: ranks of a node do not copy each other's private arrays, which the system may forbid anyway",
+    )
+    results_nbytes: int | None = setting(
+        "RINGREDUCE_RESULTS_BYTES",
+        or_zero(parse_nbytes, 0),
+        None,
+        "the shared memory that the new arrays of collectives may take together, as `2G`; 0: they are private",
+        unset="a quarter of the machine's memory, divided by the ranks of the node",
+    )
     segment_nbytes: int = 256 << 10
+    fusion_nbytes: int = setting(
+        "RINGREDUCE_FUSION",
+        parse_nbytes,
+        1 << 20,
+        "bytes at which a group of fused allreduces is closed",
+        unset="1M",
+        # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
+        of_horovod={"HOROVOD_FUSION_THRESHOLD": lambda text: "1" if text == "0" else text},
+    )
+    stall_warning_s: float | None = setting(
+        "RINGREDUCE_STALL_WARNING",
+        or_zero(Seconds(), None),
+        60.0,
+        "seconds after which to warn that a rank has not submitted an operation; 0: never",
+        # The first of them overrides the second.
+        of_horovod={
+            "HOROVOD_STALL_CHECK_DISABLE": lambda text: "0" if _unless_zero(text) else "",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": str,
+        },
+    )
+    log_level: str | None = setting(
+        "RINGREDUCE_LOG_LEVEL",
+        _log_level,
+        None,
+        "level of the logger `ringreduce`: debug, info (what was chosen at start), warning, error",
+        unset="as the program sets it",
+        may_differ=True,
+        of_horovod={"HOROVOD_LOG_LEVEL": str},
+    )
+    timeline: str | None = setting(
+        "RINGREDUCE_TIMELINE",
+        str,
+        None,
+        "a file for a [trace of the whole job](observe.md)",
+        may_differ=True,
+        moved={"marks": "RINGREDUCE_TIMELINE_MARKS"},
+        # Horovod's DYNAMIC: the program starts it, which it always may here.
+        of_horovod={"HOROVOD_TIMELINE": lambda text: "" if text == "DYNAMIC" else text},
+    )
+    timeline_marks_batches: bool = setting(
+        "RINGREDUCE_TIMELINE_MARKS",
+        switch,
+        False,
+        "1: the trace has marks where operations start",
+        of_horovod={"HOROVOD_TIMELINE_MARK_CYCLES": str},
+    )
+    tuning: str | None = setting(
+        "RINGREDUCE_TUNING",
+        or_zero(str, None),
+        None,
+        "the folder for tables of [`ringreduce tune`](tuning.md), which decide on algorithms; 0: none",
+        unset="`~/.cache/ringreduce`",
+        may_differ=True,
+    )
+    gpu: str = setting(
+        "RINGREDUCE_GPU",
+        OneOf(("staged", "nccl", "mpi")),
+        "staged",
+        "what carries allreduces of arrays on [GPUs](gpu.md): `staged` (host memory), `nccl` or `mpi` (a library "
+        "that takes addresses of GPU memory)",
+    )
+    deterministic: bool = setting(
+        "RINGREDUCE_DETERMINISTIC",
+        switch,
+        False,
+        "1: all allreduces add in the order of ranks, and wire formats are refused, including those given as "
+        "`compression=`",
+    )
+    conventions: Conventions = setting(  # noqa: RUF009
+        "RINGREDUCE_CONVENTIONS",
+        Conventions.parse,
+        Conventions.CHAIN_RULE,
+        "`chain_rule` or `horovod`: [whose numbers](migrate/horovod.md#two-conventions) where these differ",
+        unset="chain_rule",
+    )
+    check_weights_every: int | None = setting(
+        "RINGREDUCE_CHECK",
+        WholeNumber(1),
+        None,
+        "`100`: every 100 steps the ranks compare checksums of their weights; an error names the first parameter "
+        "that differs, and the ranks",
+        unset="never",
+        moved={"finite": "RINGREDUCE_CHECK_FINITE", "data": "RINGREDUCE_CHECK_DATA"},
+    )
+    check_finite_every: int | None = setting(
+        "RINGREDUCE_CHECK_FINITE",
+        WholeNumber(1),
+        None,
+        "`100`: every 100 steps gradients are checked before they are reduced; an error names the first with NaN "
+        "or infinity, and the rank. Steps that a scaler of losses skips are not checked",
+        unset="never",
+    )
+    check_data: bool = setting(
+        "RINGREDUCE_CHECK_DATA",
+        switch,
+        True,
+        "0: no warning about gradients that are equal on all ranks in the first three steps, as where all train on "
+        "the same data",
+    )
+    checksum: bool = setting(
+        "RINGREDUCE_CHECKSUM", switch, False, "1: messages of arrays between nodes carry a checksum"
+    )
+    key_file: str | None = setting(
+        KEY_VARIABLE,
+        str,
+        None,
+        "a file of `ringreduce keygen`, on every host: messages are "
+        "[encrypted](security.md#how-do-i-encrypt-messages-between-hosts)",
+        may_differ=True,
+        options=("--encrypt",),
+        metavar="[=FILE]",
+        told=lambda path: os.path.abspath(path or default_key_file()),
+        help="Encrypt messages of ranks; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.",
+    )
+    dump: str | None = setting(
+        "RINGREDUCE_DUMP",
+        or_zero(str, None),
+        None,
+        "a folder for the last calls of every rank, if a wait fails; see "
+        "[Who was waited for](observe.md#who-was-waited-for)",
+        may_differ=True,
+    )
+    status: bool = setting(
+        "RINGREDUCE_STATUS",
+        is_on,
+        True,
+        "0: `ringreduce top` does not see the ranks, and no file is written for it; `[HOST:]PORT`: rank 0 serves "
+        "[all of the job](observe.md#one-address-for-a-job) there, too",
+        may_differ=True,
+        moved={"token": "RINGREDUCE_STATUS_TOKEN_FILE"},
+    )
+    status_address: tuple[str, int] | None = setting(
+        "RINGREDUCE_STATUS",
+        address_unless_switch,
+        None,
+        options=("--status",),
+        metavar="[HOST:]PORT",
+        told=address_told,
+        help="Serve what all ranks do, from the host of rank 0, to who has the token: a page, /metrics and /health.",
+    )
+    status_token_file: str | None = setting(
+        "RINGREDUCE_STATUS_TOKEN_FILE",
+        str,
+        None,
+        "the file with the token that is asked for there; it is made if there is none",
+        unset="one of this user",
+        may_differ=True,
+        options=("--status-token-file",),
+        told=PathOf(whole=True),
+        needs=("--status", "what is served"),
+        help="The token; made if there is no such file. Else all of your jobs on a host have one, which `top --job` "
+        "finds.",
+    )
+    otlp: bool = setting(
+        "RINGREDUCE_OTLP",
+        switch,
+        False,
+        "1: rank 0 sends what all ranks do to a collector of [OpenTelemetry](observe.md#opentelemetry)",
+    )
+    verdict: bool = setting(
+        "RINGREDUCE_VERDICT",
+        switch,
+        False,
+        "1: rank 0 says at the end what steps took, and why; `ringreduce run` sets 1, and 0 with the option. See "
+        "[Why is my job slow?](slow.md)",
+        always="1",
+        options=("--quiet",),
+        switch="0",
+        help="Do not say at the end what steps took, and why.",
+    )
+    report: str | None = setting(
+        "RINGREDUCE_REPORT",
+        str,
+        None,
+        "a file to which rank 0 writes the same as JSON, for `ringreduce compare`",
+        options=("--report",),
+        told=PathOf(whole=True),
+        help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.",
+    )
+    watchdog_s: float | None = setting(
+        "RINGREDUCE_WATCHDOG",
+        or_zero(Seconds(), None),
+        None,
+        "seconds after which rank 0 says why no rank makes a step, a collective or a report. See "
+        "[a job that stalls](slow.md#nothing-happens)",
+        unset="never",
+        moved={"first": "RINGREDUCE_WATCHDOG_FIRST", "action": "RINGREDUCE_WATCHDOG_ACTION"},
+        options=("--watchdog",),
+        metavar="SECONDS",
+        help="Say why if no rank has made a step, a collective or a report for so long.",
+    )
+    watchdog_first_s: float = setting(
+        "RINGREDUCE_WATCHDOG_FIRST",
+        Seconds(),
+        600.0,
+        "the same until the first step or report of any rank, if that is longer: programs compile then",
+        options=("--watchdog-first",),
+        metavar="SECONDS",
+        help="The same until the first step or report of any rank, if that is longer: programs compile then.",
+    )
+    watchdog_action: str = setting(
+        "RINGREDUCE_WATCHDOG_ACTION",
+        OneOf(("dump", "end", "restart")),
+        "dump",
+        "`dump`: the job goes on; `end`: it is ended with status 124; `restart`: and started again",
+        options=("--watchdog-action",),
+        needs=("--watchdog SECONDS", "jobs that stall"),
+        help="And then let ranks go on, end the job with status 124, or start it again, by --max-restarts.",
+    )
+    audit: str | None = setting(
+        "RINGREDUCE_AUDIT", str, None, "a file to which the run appends [what it was made of](audit.md)"
+    )
+    disk_key_file: str | None = setting(
+        "RINGREDUCE_DISK_KEY_FILE",
+        str,
+        None,
+        "a file with a key that seals commits, checkpoints, exported models, traces and dumps, see "
+        "[Encrypted files](security.md#how-do-i-encrypt-files)",
+    )
+    object_limit_nbytes: int = setting(
+        "RINGREDUCE_OBJECT_LIMIT",
+        parse_nbytes,
+        4 << 30,
+        "the most bytes that one `broadcast_object` or `allgather_object` may send, of all ranks together; more is "
+        "an error",
+        unset="4G",
+    )
     # On one node, 1 to 100 MiB differ by no more than measurements do. Between hosts 4 MiB take a tenth more of the
     # processor; larger ones are complete later in the backward pass.
-    bucket_nbytes: int = _setting("RINGREDUCE_BUCKET", parse_nbytes, 8 << 20)
-    fusion_nbytes: int = _setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20)
-    stall_warning_s: float | None = _setting("RINGREDUCE_STALL_WARNING", _or_zero(_positive_float, None), 60.0)
-    log_level: str | None = _setting("RINGREDUCE_LOG_LEVEL", _log_level, None)
-    deterministic: bool = _setting("RINGREDUCE_DETERMINISTIC", _switch, False)
-    timeline: str | None = _setting("RINGREDUCE_TIMELINE", str, None)
-    timeline_marks_batches: bool = _setting("RINGREDUCE_TIMELINE_MARKS", _switch, False)
-    tuning: str | None = _setting("RINGREDUCE_TUNING", _or_zero(str, None), None)
-    gpu: str = _setting("RINGREDUCE_GPU", _gpu, "staged")
-    conventions: Conventions = _setting("RINGREDUCE_CONVENTIONS", Conventions.parse, Conventions.CHAIN_RULE)  # noqa: RUF009
-    standalone: bool = _setting("RINGREDUCE_STANDALONE", _switch, False)
-    check_weights_every: int | None = _setting("RINGREDUCE_CHECK", _positive_int, None)
-    check_finite_every: int | None = _setting("RINGREDUCE_CHECK_FINITE", _positive_int, None)
-    check_data: bool = _setting("RINGREDUCE_CHECK_DATA", _switch, True)
-    checksum: bool = _setting("RINGREDUCE_CHECKSUM", _switch, False)
-    key_file: str | None = _setting("RINGREDUCE_KEY_FILE", str, None)
-    status: bool = _setting("RINGREDUCE_STATUS", _seen, True)
-    status_address: tuple[str, int] | None = _setting("RINGREDUCE_STATUS", _address, None)
-    status_token_file: str | None = _setting("RINGREDUCE_STATUS_TOKEN_FILE", str, None)
-    otlp: bool = _setting("RINGREDUCE_OTLP", _switch, False)
-    verdict: bool = _setting("RINGREDUCE_VERDICT", _switch, False)
-    report: str | None = _setting("RINGREDUCE_REPORT", str, None)
-    watchdog_s: float | None = _setting("RINGREDUCE_WATCHDOG", _or_zero(_positive_float, None), None)
-    watchdog_first_s: float = _setting("RINGREDUCE_WATCHDOG_FIRST", _positive_float, 600.0)
-    watchdog_action: str = _setting("RINGREDUCE_WATCHDOG_ACTION", _action, "dump")
-    dump: str | None = _setting("RINGREDUCE_DUMP", _or_zero(str, None), None)
-    audit: str | None = _setting("RINGREDUCE_AUDIT", str, None)
-    disk_key_file: str | None = _setting("RINGREDUCE_DISK_KEY_FILE", str, None)
-    object_limit_nbytes: int = _setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30)
+    bucket_nbytes: int = setting(
+        "RINGREDUCE_BUCKET", parse_nbytes, 8 << 20, "bytes at which a bucket of gradients is closed", unset="8M"
+    )
+    standalone: bool = setting(
+        "RINGREDUCE_STANDALONE",
+        switch,
+        False,
+        "1: this process is a world of its own, although it was started by a rank or together with others",
+    )
     launched_size: int | None = None
 
     @classmethod
@@ -271,7 +381,8 @@ class Config:
     ) -> Config:
         """Read the settings; a variable that is unset or empty keeps its default.
 
-        Where Horovod has a variable of the same meaning, it is read if ours is not set; see `HOROVOD`.
+        Where Horovod has a variable of the same meaning, it is read if ours is not set, whatever the script imports:
+        users who change the import have set it, too.
 
         Args:
             environ: the variables.
@@ -282,15 +393,16 @@ class Config:
         """
         for name, parse in _LAUNCHED.items():
             if environ.get(name):
-                _parsed(environ, name, text=environ[name], parse=parse)
+                Setting(parse).read(name, environ[name], shown=environ[name])
         standard = cls(conventions=conventions, tuning=_caches(environ))
-        read = {each.name: _read(environ, each, getattr(standard, each.name)) for each in _settings()}
+        read = {name: _read(environ, row, getattr(standard, name)) for name, _, row in rows(cls)}
         return cls(**read, launched_size=Launch.from_environ(environ).size)
 
 
-def _settings() -> list[Field[Any]]:
-    """Return the fields of `Config` that are read from the environment."""
-    return [each for each in fields(Config) if each.metadata]
+Config.__doc__ = described(Config)
+
+#: Variables of Horovod that mean something here.
+HOROVOD = tuple(name for _, _, row in rows(Config) for name in row.of_horovod)
 
 
 def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -310,7 +422,7 @@ def may_show(name: str) -> bool:
 
 def _known() -> dict[str, AbstractSet[str]]:
     """Return the variables that mean something here, by the prefix of their names."""
-    ours = {each.metadata["variable"] for each in _settings()}
+    ours = {row.variable for _, _, row in rows(Config)}
     return {"HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS}, "RINGREDUCE_": ours | _ELSEWHERE}
 
 
@@ -337,24 +449,12 @@ def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: environ[name] for name in _GPU_SWITCHES if environ.get(name)}
 
 
-def _read(environ: Mapping[str, str], setting: Field[Any], default: Any) -> Any:
+def _read(environ: Mapping[str, str], row: Setting, default: Any) -> Any:
     """Read a setting from its variable or, where that does not say it, from Horovod's."""
-    variable = setting.metadata["variable"]
-    texts = {variable: environ.get(variable, "")}
-    others = ((name, convert) for name, (field, convert) in HOROVOD.items() if field == setting.name)
-    texts |= {name: convert(environ.get(name, "")) for name, convert in others}
-    source = next((each for each, text in texts.items() if text), None)
-    if source is None:
-        return default
-    return _parsed(environ, source, text=texts[source], parse=setting.metadata["parse"])
-
-
-def _parsed(environ: Mapping[str, str], source: str, text: str, parse: Callable[[str], Any]) -> Any:
-    """Return what a variable's text says."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}={environ[source]!r} in the environment: {error}") from None
+    texts = {row.variable: environ.get(row.variable, "")}
+    texts |= {name: convert(environ.get(name, "")) for name, convert in row.of_horovod.items()}
+    source = next((name for name, text in texts.items() if text), None)
+    return default if source is None else row.read(source, texts[source], shown=environ[source])
 
 
 def _caches(environ: Mapping[str, str]) -> str | None:

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from rich.text import Text
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, name_ranks
 from ringreduce.common.keys import Secret
+from ringreduce.common.settings import rows
 from ringreduce.observe.audit_chain import Examination, is_signed
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _NAMED = ("configuration", "data")
 #: A package and its version, which pip can take for nothing else: not for an option, an address or a file.
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_-]*", re.ASCII)
 #: Settings that change no number of a training.
-_OF_THIS_RUN = {"audit", "dump", "launched_size", "log_level", "otlp", "report", "status", "timeline", "tuning"}
+_OF_THIS_RUN = {"audit", "dump", "log_level", "otlp", "report", "status", "timeline", "tuning"}
 
 
 def verdict(found: Examination, known: str | None, key: Secret | None = None) -> tuple[bool, list[str]]:
@@ -244,13 +244,13 @@ def _variables(settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that are not as they come, as variables of the environment."""
     standard = Config()
     changed = []
-    for each in fields(Config):
-        usual = getattr(standard, each.name)
+    for name, _, row in rows(Config):
+        usual = getattr(standard, name)
         usual = usual.value if isinstance(usual, Enum) else usual
-        value = settings.get(each.name, usual)
-        if each.metadata and each.name not in _OF_THIS_RUN and value != usual:
+        value = settings.get(name, usual)
+        if name not in _OF_THIS_RUN and value != usual:
             text = str(int(value)) if isinstance(value, bool) else "0" if value is None else _shown(value)
-            changed.append(f"{each.metadata['variable']}={_word(text)}")
+            changed.append(f"{row.variable}={_word(text)}")
     return changed
 
 

@@ -23,6 +23,7 @@ from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.files import require_own
 from ringreduce.common.launch import launch, report_begin
 from ringreduce.common.processes import end_with_parent
+from ringreduce.common.settings import rows
 
 _T = TypeVar("_T")
 
@@ -134,31 +135,30 @@ def run(
     least = min_np if min_num_proc is None else min_num_proc
     most = max_np if max_num_proc is None else max_num_proc
     elastic = any(each is not None for each in (least, most, slots, reset_limit, cooldown_range))
-    values = {
-        "--num-proc": size,
-        "--min-np": size if elastic and least is None else least,
-        "--max-np": most if most is None or hosts or hostfile else min(most, size),  # there are no other slots
-        "--slots": slots,
-        "--reset-limit": reset_limit,
-        "--cooldown": None if cooldown_range is None else " ".join(map(str, cooldown_range)),
-        "--hosts": hosts,
-        "--hostfile": hostfile,
-        "--start-timeout": start_timeout,
-        "--ssh-port": ssh_port,
-        "--log-dir": output_filename,
-        "--mpi-args": mpi_args,
-        "--network-interface": network_interface,
-        "--elastic": elastic or None,
-        "--verbose": bool(verbose) or None,
-        "--horovod-variables": _HOROVOD in sys.modules or None,
+    given = {
+        **locals(),
+        "num_proc": size,
+        "min_num_proc": size if elastic and least is None else least,
+        "max_num_proc": most if most is None or hosts or hostfile else min(most, size),  # there are no other slots
+        "verbose": bool(verbose) or None,
     }
-    words = [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
+    words = ["--elastic"] * elastic + ["--horovod-variables"] * (_HOROVOD in sys.modules) + _options(given)
+    if cooldown_range is not None:
+        words.append(f"--cooldown={' '.join(map(str, cooldown_range))}")
     if "--ship" in options:
         words += _ship_paths()
     command = [*words, *options, executable or sys.executable, *_WORK]
     return _call_on_ranks(
         command, pickled_call(func, tuple(args), dict(kwargs or {})), size=None if elastic else size, env=env
     )
+
+
+def _options(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the options of ``ringreduce run`` for arguments of `run`: rows of `LaunchSpec` have both names."""
+    from ringreduce.launcher.spec import LaunchSpec  # which would make the import of ringreduce slower
+
+    values = {row.options[-1]: arguments.get(name) for _, _, row in rows(LaunchSpec) for name in row.arguments}
+    return [name if value is True else f"{name}={value}" for name, value in values.items() if value is not None]
 
 
 def _ship_paths() -> list[str]:

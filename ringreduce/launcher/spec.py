@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
-from threading import TIMEOUT_MAX
+from dataclasses import dataclass, field
 
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import read_file, require_ours
+from ringreduce.common.quantities import parse_seconds
+from ringreduce.common.settings import OneOf, PathOf, Seconds, Setting, WholeNumber, option, rows, switch
 from ringreduce.launcher.hosts import Cooldown, parse_host_file, parse_hosts
 
 _MOST_NBYTES = 16 << 20  # of a file of hosts
@@ -16,142 +19,281 @@ _MOST_NBYTES = 16 << 20  # of a file of hosts
 _EXAMPLE = ("a line is like: localhost slots=2", "give it as in -H localhost:2")
 
 
+def _positive_time(text: str) -> float:
+    time_s = parse_seconds(text)
+    if not time_s:
+        raise ValueError("expected a time above 0, such as 90s, 5m or 1.5h")
+    return time_s
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
+
+
+_ELASTIC = ("--elastic", "elastic jobs")
+_COPIES = ("--ship", "copies")
+
+#: Options that do not go together, and why.
+_CONFLICTS = (
+    ("--ship", "--host-discovery-script", "--ship copies to hosts before the job; {1} finds others later"),
+    ("--host-discovery-script", "-H", "{0} names all hosts; leave out -H and --hostfile"),
+    ("--host-discovery-script", "--hostfile", "{0} names all hosts; leave out -H and --hostfile"),
+    ("-H", "--hostfile", "{0} and {1} both name the hosts; give one of them"),
+    ("--prefix", "--log-dir", "{0} does not go with {1}; without it, --log-dir has a file for each rank"),
+    ("--prefix", "--elastic", "{0} does not go with {1}; without it, --log-dir has a file for each rank"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """The options of a job; None or empty: not given.
+    """The options of a job; None or empty: not given. Those that only set a variable of ranks have rows in `Config`.
 
     Attributes:
         program: program to start, with its arguments.
-        ranks: number of ranks.
-        hosts: hosts with their slots, as in ``h1:2,h2:2``.
-        hostfile: a file of hosts.
-        exported: variables for all ranks, ``NAME`` or ``NAME=VALUE``.
-        folder: folder for the output of each rank; None: all is shown.
-        prefix: whether lines of output begin with the rank.
-        key_file: path, on all hosts, of the file with the secret by which messages are sealed.
-        status: where rank 0 serves what the job does, ``[HOST:]PORT``; None: nowhere.
-        token_file: path, on the host of rank 0, of the file with the token for that; None: one that is made.
-        elastic: whether ranks go on without others.
-        least, most: the fewest ranks that go on, and the number to which the job grows.
-        restarts: number of restarts after failures.
-        script: path of a program that prints the hosts.
-        slots: slots of hosts without a number.
-        cooldown: time for which a host counts as failing; None: for ever.
-        reset_limit: the most changes of the ranks, by deaths, restarts or growth; None: any number.
-        start_timeout_s: seconds to wait for enough slots, and in `init` for the last rank.
-        host_timeout_s: seconds without a mark after which a host is lost; 0: never.
-        interfaces: names of networks for messages, separated by commas.
-        ssh_port: port of sshd on other hosts; None: the standard one.
-        more: options for mpirun.
-        verbose: whether to show the command line, the variables that are set, and mpirun's own notices of failures.
-        grace_s: seconds that ranks have to end after SIGTERM before they are killed.
-        requeue: whether to ask the scheduler to run a stopped job again.
-        stop_before_s: seconds before the end of the allocation at which ranks are asked to stop; None: they are not.
-        stdin: whether rank 0 reads this command's standard input.
-        oversubscribe: whether there may be more ranks than slots.
-        env: variables that other hosts get: ``"all"`` that do not belong to this host, or those that are
-            ``"named"``: by ``exported``, and by the prefixes of ringreduce, Horovod and OpenMP.
-        horovod: whether ranks get Horovod's variables, ``HOROVOD_RANK`` and so on.
-        rank_variables: whether ranks get the variables of torch's launcher, ``RANK`` and so on.
-        ship: whether hosts get a copy of the environment and the program first.
-        ship_paths: files and folders that they get, too.
-        keep: whether the copies stay at the end, for the next job.
-        report: file to which rank 0 writes at the end what steps took, and why; None: none.
-        watchdog_s: seconds without progress of any rank after which a job counts as stalled; None: no limit.
-        watchdog_first_s: the same limit until the first step, if that is longer.
-        watchdog_action: what is done then: ``"dump"``, ``"end"`` or ``"restart"``.
-        quiet: whether it says nothing of that.
-        results: a folder that other hosts get, too, and from which what ranks write there comes back.
+        settings: variables that options of `Config` set.
     """
 
     program: tuple[str, ...]
-    ranks: int | None = None
-    hosts: str | None = None
-    hostfile: str | None = None
-    exported: tuple[str, ...] = ()
-    folder: str | None = None
-    prefix: bool = False
-    key_file: str | None = None
-    status: str | None = None
-    token_file: str | None = None
-    elastic: bool = False
-    least: int | None = None
-    most: int | None = None
-    restarts: int = 0
-    script: str | None = None
-    slots: int | None = None
-    cooldown: Cooldown | None = None
-    reset_limit: int | None = None
-    start_timeout_s: float = 600.0
-    host_timeout_s: float = 10.0
-    interfaces: str | None = None
-    ssh_port: int | None = None
-    more: tuple[str, ...] = ()
-    verbose: bool = False
-    grace_s: float = 5.0
-    requeue: bool = False
-    stop_before_s: float | None = None
-    stdin: bool = False
-    oversubscribe: bool = False
-    env: str = "named"
-    horovod: bool = False
-    rank_variables: bool = True
-    ship: bool = False
-    ship_paths: tuple[str, ...] = ()
-    keep: bool = False
-    report: str | None = None
-    watchdog_s: float | None = None
-    watchdog_first_s: float = 600.0
-    watchdog_action: str = "dump"
-    quiet: bool = False
-    results: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    ranks: int | None = option(
+        "-np -n --num-proc",
+        WholeNumber(1),
+        None,
+        "How many ranks.",
+        unset="1, or one per slot of the hosts",
+        horovodrun="-np --num --num-proc",
+    )
+    hosts: str | None = option(
+        "-H --hosts",
+        str,
+        None,
+        "Hosts and their slots.",
+        metavar="h1:2,h2:2",
+        horovodrun="-H --hosts",
+    )
+    hostfile: str | None = option(
+        "--hostfile",
+        PathOf(exists=True),
+        None,
+        "A file of hosts, with lines like: h1 slots=2",
+        horovodrun="-hostfile --hostfile",
+    )
+    exported: tuple[str, ...] = option(
+        "-x", str, (), "A variable for all ranks. Repeatable.", metavar="NAME[=VALUE]", several=True
+    )
+    folder: str | None = option(
+        "--log-dir",
+        PathOf(is_folder=True),
+        None,
+        "Write rank-0.log and so on; show rank 0 alone.",
+        horovodrun="--output-filename",
+    )
+    prefix: bool = option(
+        "--prefix/--no-prefix", switch, False, "Begin each line of output with its rank, in mpirun's own format."
+    )
+    elastic: bool = option(
+        "--elastic", switch, False, "Go on when ranks die; for programs that use ringreduce.elastic."
+    )
+    least: int | None = option(
+        "--min-np",
+        WholeNumber(1),
+        None,
+        "End once fewer ranks survive.",
+        variable="RINGREDUCE_MIN_NP",
+        unset="1",
+        needs=_ELASTIC,
+        horovodrun="--min-np --min-num-proc",
+    )
+    most: int | None = option(
+        "--max-np",
+        WholeNumber(1),
+        None,
+        "Start or grow to so many.",
+        unset="-np",
+        needs=_ELASTIC,
+        horovodrun="--max-np --max-num-proc",
+    )
+    restarts: int = option("--max-restarts", WholeNumber(0), 0, "Start it again after it failed.")
+    script: str | None = option(
+        "--host-discovery-script",
+        PathOf(exists=True, is_program=True, whole=True),
+        None,
+        "Run every second; prints a line host or host:slots for each host that there is.",
+        metavar="FILE",
+        needs=_ELASTIC,
+        horovodrun="--host-discovery-script",
+    )
+    slots: int | None = option(
+        "--slots --slots-per-host",
+        WholeNumber(1),
+        None,
+        "Slots of hosts listed without a number.",
+        unset="1",
+        needs=_ELASTIC,
+        horovodrun="--slots --slots-per-host",
+    )
+    cooldown: Cooldown | None = option(  # noqa: RUF009
+        "--cooldown",
+        Cooldown.parse,
+        None,
+        'For how long a host is not used again after a rank of it died; "MIN MAX": twice as long with each death.',
+        metavar="SECONDS",
+        unset="for ever",
+        needs=_ELASTIC,
+    )
+    reset_limit: int | None = option(
+        "--reset-limit",
+        WholeNumber(0),
+        None,
+        "End when the ranks would change more often, by deaths, restarts or growth.",
+        unset="none",
+        needs=_ELASTIC,
+        horovodrun="--reset-limit",
+    )
+    start_timeout_s: float = option(
+        "--start-timeout",
+        Seconds(),
+        600.0,
+        "Wait so long for --min-np slots, for ranks on their hosts, and from the first rank's init() for the last.",
+        variable="RINGREDUCE_START_TIMEOUT",
+        metavar="SECONDS",
+        horovodrun="--start-timeout --elastic-timeout",
+    )
+    host_timeout_s: float = option(
+        "--host-timeout",
+        Seconds(5.0, zero=True),
+        10.0,
+        "A host that says nothing for so long is lost; with --elastic, the job begins again without it. 0: never.",
+        metavar="SECONDS",
+    )
+    grace_s: float = option(
+        "--grace",
+        Seconds(zero=True),
+        5.0,
+        "After SIGTERM, ranks of this host have so long to end before they are killed.",
+        metavar="SECONDS",
+    )
+    requeue: bool = option("--requeue", switch, False, "Have Slurm run the job again if it has stopped (status 75).")
+    stop_before_s: float | None = option(
+        "--stop-before",
+        _positive_time,
+        None,
+        "Ask the ranks to stop so long before the allocation ends: 90s, 5m or 1h.",
+        metavar="TIME",
+    )
+    ship: bool = option(
+        "--ship",
+        switch,
+        False,
+        "Copy the virtual environment and the program to a folder of each host first: nothing need be shared.",
+    )
+    ship_paths: tuple[str, ...] = option(
+        "--ship-path",
+        str,
+        (),
+        "With --ship, copy this file or folder, too. Repeatable.",
+        metavar="PATH",
+        several=True,
+        needs=_COPIES,
+    )
+    keep: bool = option(
+        "--keep", switch, False, "With --ship, keep the copies for the next job; else they are removed.", needs=_COPIES
+    )
+    oversubscribe: bool = option(
+        "--oversubscribe", switch, False, "Start more ranks than the hosts, or the allocation, have slots."
+    )
+    env: str = option(
+        "--env",
+        OneOf(("named", "all")),
+        "named",
+        "What other hosts get of this environment: RINGREDUCE_*, HOROVOD_*, OMP_* and -x, or all but what belongs to "
+        "this host.",
+    )
+    stdin: bool = option("--stdin", switch, False, "Rank 0 reads this command's standard input; else it is empty.")
+    interfaces: str | None = option(
+        "--network-interface",
+        str,
+        None,
+        "For messages: eth0,eth1.",
+        metavar="NAMES",
+        horovodrun="--network-interface --network-interfaces",
+    )
+    ssh_port: int | None = option(
+        "--ssh-port",
+        WholeNumber(1, 65535),
+        None,
+        "Where ssh reaches the other hosts.",
+        unset="ssh's own",
+        horovodrun="-p --ssh-port",
+    )
+    more: tuple[str, ...] = option(
+        "--mpi-args", _words, (), "More options for mpirun, as in a shell.", metavar="OPTIONS", horovodrun="--mpi-args"
+    )
+    verbose: bool = option(
+        "--verbose",
+        switch,
+        False,
+        "Show the command line of mpirun, what is set for it, and what it says of failures.",
+        horovodrun="--verbose",
+    )
+    rank_variables: bool = option(
+        "--rank-variables/--no-rank-variables",
+        switch,
+        True,
+        "Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does; with "
+        "--encrypt not the last two.",
+    )
+    horovod: bool = option("--horovod-variables", switch, False, "Set HOROVOD_RANK and its kin.", hidden=True)
+    results: str | None = option(
+        "--results", PathOf(exists=True, is_folder=True), None, "Of `ringreduce.run`.", hidden=True
+    )
+
+    @property
+    def watchdog_action(self) -> str:
+        """What follows if the job stalls, as `Config` has it; empty: the default."""
+        return self.settings.get("RINGREDUCE_WATCHDOG_ACTION", "")
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody says at the end what steps took."""
+        return self.settings.get("RINGREDUCE_VERDICT") == "0"
+
+    def _given(self) -> dict[str, Setting]:
+        """Return the options that were given, by their names in messages."""
+        own = [row for name, default, row in rows(LaunchSpec) if getattr(self, name) != default]
+        theirs = [row for _, _, row in rows(Config) if row.options and row.variable in self.settings]
+        return {row.option: row for row in (*own, *theirs)}
 
     @property
     def growth(self) -> list[str]:
         """The options that were given by which a job begins again on other hosts."""
-        options = {
-            "--max-np": self.most,
-            "--host-discovery-script": self.script,
-            "--cooldown": self.cooldown,
-            "--reset-limit": self.reset_limit,
-        }
-        return [name for name, value in options.items() if value is not None]
+        growing = ("--max-np", "--host-discovery-script", "--cooldown", "--reset-limit")
+        given = self._given()
+        return [name for name in growing if name in given]
 
     def require_sense(self) -> None:
         """Raise a `ConfigError` if options contradict each other."""
-        given = ["--min-np"] * (self.least is not None) + ["--slots"] * (self.slots is not None) + self.growth
-        if self.token_file is not None and self.status is None:
-            raise ConfigError("--status-token-file is for what is served; add --status")
-        if given and not self.elastic:
-            raise ConfigError(f"{given[0]} is for elastic jobs; add --elastic")
-        if self.watchdog_s is None and self.watchdog_action != "dump":
-            raise ConfigError("--watchdog-action is for jobs that stall; add --watchdog SECONDS")
+        given = self._given()
+        for name, row in given.items():
+            if row.needs is not None and row.needs[0].split()[0] not in given:
+                raise ConfigError(f"{name} is for {row.needs[1]}; add {row.needs[0]}")
         if self.watchdog_action == "restart" and not self.restarts:
             raise ConfigError("--watchdog-action restart needs --max-restarts")
-        for option, limit_s in (("--watchdog", self.watchdog_s), ("--watchdog-first", self.watchdog_first_s)):
-            if limit_s is not None and not 0 < limit_s < TIMEOUT_MAX:
-                raise ConfigError(f"{option} {limit_s:g} is no time to wait; give seconds, more than 0")
-        if (self.ship_paths or self.keep) and not self.ship:
-            raise ConfigError(f"{'--ship-path' if self.ship_paths else '--keep'} is for copies; add --ship")
-        if self.ship and self.script is not None:
-            raise ConfigError("--ship copies to hosts before the job; --host-discovery-script finds others later")
-        if self.script is not None and (self.hosts or self.hostfile):
-            raise ConfigError("--host-discovery-script names all hosts; leave out -H and --hostfile")
-        if self.hosts and self.hostfile:
-            raise ConfigError("-H and --hostfile both name the hosts; give one of them")
-        if not 0 < self.start_timeout_s < TIMEOUT_MAX:
-            raise ConfigError(f"--start-timeout {self.start_timeout_s:g} is no time to wait; give seconds, more than 0")
-        if not 0 <= self.grace_s < TIMEOUT_MAX:
-            raise ConfigError(f"--grace {self.grace_s:g} is no time to wait; give seconds, 0 or more")
-        if self.stop_before_s is not None and self.stop_before_s <= 0:
-            raise ConfigError("--stop-before: give a time above 0, as in 90s, 5m or 1.5h")
-        if self.host_timeout_s and not 5 <= self.host_timeout_s < TIMEOUT_MAX:
-            raise ConfigError(f"--host-timeout {self.host_timeout_s:g}: give at least 5 seconds, or 0 for never")
-        if self.prefix and (self.elastic or self.folder):
-            other = "--log-dir" if self.folder else "--elastic"
-            raise ConfigError(f"--prefix does not go with {other}; without it, --log-dir has a file for each rank")
+        for one, other, why in _CONFLICTS:
+            if one in given and other in given:
+                raise ConfigError(why.format(one, other))
         if self.folder and self.growth:  # its shell would let go of the signal by which ranks are asked to begin again
             raise ConfigError(f"--log-dir does not go with {self.growth[0]}: ranks would not hear of other hosts")
+
+    def set_for_ranks(self) -> dict[str, str]:
+        """Return the variables of ranks that options set."""
+        own = {row.variable: getattr(self, name) for name, _, row in rows(LaunchSpec) if row.variable}
+        texts = {
+            name: f"{value:g}" if isinstance(value, float) else str(value)
+            for name, value in own.items()
+            if value is not None
+        }
+        return {**texts, **self.settings}
 
     def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
         """Return the variables for all ranks; None: the value of this process.

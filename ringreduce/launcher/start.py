@@ -13,9 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import own_folder, require_writable
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
+from ringreduce.common.settings import rows
 from ringreduce.launcher.hosts import LOCAL, SizePolicy, fill, is_here
 from ringreduce.launcher.job import HEARING, SUPERVISOR, say
 from ringreduce.launcher.mpirun import Mpirun, find
@@ -132,7 +134,7 @@ class Start:
         first = next(iter(self.places(ranks)))
         host = first if first not in (UNNAMED, *LOCAL) else os.uname().nodename
         found = {"MASTER_ADDR": host if self.is_remote(ranks) else "127.0.0.1", "MASTER_PORT": str(self.port)}
-        if self.spec.key_file is not None or environ.get(KEY_VARIABLE):
+        if environ.get(KEY_VARIABLE):
             found = dict.fromkeys(found, "-")
         found |= {name: environ[name] for name in found if name in exported}
         return {f"RINGREDUCE_{name}": value for name, value in found.items()}
@@ -169,36 +171,22 @@ class Start:
         remote = self.is_remote(ranks)
         exported = spec.variables()
         variables = {name: value for name, value in exported.items() if value is not None}
-        environ = {**os.environ, **variables}
+        told = spec.set_for_ranks()
+        environ = {**os.environ, **told, **variables}
         settings = self.mpirun.settings(spec, count, environ, remote=remote, by_ssh=remote and self.by_ssh)
         if remote:
             settings |= self.networks
         if spec.elastic and slurm_job(os.environ):
             # Or the daemons of a new start would wait until Slurm knows that a lost host is down.
             settings["SLURM_OVERLAP"] = "1"
-        if spec.least is not None:
-            settings["RINGREDUCE_MIN_NP"] = str(spec.least)
-        if spec.key_file is not None:
-            settings["RINGREDUCE_KEY_FILE"] = spec.key_file
-        if spec.status is not None:
-            settings["RINGREDUCE_STATUS"] = spec.status
-        if spec.token_file:
-            settings["RINGREDUCE_STATUS_TOKEN_FILE"] = spec.token_file
+        always = {row.variable: row.always for _, _, row in rows(Config) if row.always}
+        settings |= {**{name: text for name, text in always.items() if name not in environ}, **told}
         if self.grows:
             settings["RINGREDUCE_RESTARTABLE"] = "1"
         if remote and spec.elastic and spec.host_timeout_s:
             settings["RINGREDUCE_PULSE"] = f"{spec.host_timeout_s / _PULSES:g}"
-        if spec.report is not None:
-            settings["RINGREDUCE_REPORT"] = spec.report
-        if spec.watchdog_s is not None:
-            settings["RINGREDUCE_WATCHDOG"] = f"{spec.watchdog_s:g}"
-            settings["RINGREDUCE_WATCHDOG_FIRST"] = f"{spec.watchdog_first_s:g}"
-            settings["RINGREDUCE_WATCHDOG_ACTION"] = spec.watchdog_action
-        if spec.quiet or "RINGREDUCE_VERDICT" not in environ:
-            settings["RINGREDUCE_VERDICT"] = "0" if spec.quiet else "1"
         if spec.rank_variables:
             settings |= self._master(ranks, exported, environ)
-        settings["RINGREDUCE_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:
             settings["PYTHONUNBUFFERED"] = "1"  # or what is written to a file comes late, and errors before the rest
         settings |= variables
@@ -266,8 +254,8 @@ def prepare(spec: LaunchSpec) -> Start:
     """
     spec.require_sense()
     spec.require_own_script()
-    if spec.key_file is not None:
-        read_secret(spec.key_file, "--encrypt")
+    if KEY_VARIABLE in spec.settings:
+        read_secret(spec.settings[KEY_VARIABLE], "--encrypt")
     variables = spec.variables()
     named = spec.named_hosts()
     mpirun = find(required=False)

@@ -20,10 +20,10 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringreduce.common.config import parse_address
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file
 from ringreduce.common.keys import require_private
+from ringreduce.common.settings import parse_address
 from ringreduce.observe.snapshots import folder
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"

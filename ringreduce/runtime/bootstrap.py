@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -22,6 +22,7 @@ from ringreduce.common.config import VERSION, Config, ignored_variables
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, name_ranks
 from ringreduce.common.launch import TORCHRUN, Launch, Launcher, launch, notify_launcher, report_begin
 from ringreduce.common.libraries import INSTALL_MPI
+from ringreduce.common.settings import rows
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Settings that each rank may have of its own.
-_OWN_SETTINGS = {
-    *("dump", "key_file", "launched_size", "log_level", "status", "status_token_file", "timeline", "tuning"),
-}
 _STANDARD_ERROR = 2
 _LOOK_EVERY_S = 1.0
 _SAME_JOB_S = 60.0  # within which the ranks of a host start
@@ -361,8 +358,8 @@ def check_versions(messages: Messages, greeting: Any) -> list[Any]:
 
 def check_settings(messages: Messages, settings: Config) -> None:
     """Settings steer algorithms, so ranks with different ones would wait for each other in vain."""
-    common = [each for each in fields(Config) if each.name not in _OWN_SETTINGS]
-    mine = [f"{each.metadata.get('variable') or each.name}={getattr(settings, each.name)!r}" for each in common]
+    common = [(name, row) for name, _, row in rows(Config) if not row.may_differ]
+    mine = [f"{row.variable}={getattr(settings, name)!r}" for name, row in common]
     everyone = exchange_json(messages, mine)
     if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
         raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})

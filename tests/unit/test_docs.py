@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -245,18 +244,6 @@ def test_the_picture_of_the_ring_is_that_of_the_code() -> None:
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
 
 
-def test_the_settings_are_all_documented() -> None:
-    """Every variable that `Config` reads has a row in docs/settings.md with its default, and no other has."""
-    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    documented = dict(re.findall(r"^\| `(RINGREDUCE_\w+)` \| (.*?) \|", page, re.MULTILINE))
-    read = {each.metadata["variable"]: each for each in fields(rr.Config) if each.metadata}
-    assert {name.partition("=")[0] for name in read} - {""} == documented.keys()
-    assert [name for name in read if "=" in name and f"`{name.partition('=')[2]}:" not in page] == []
-    for variable, text in documented.items():
-        if read[variable].default is not None:
-            assert read[variable].metadata["parse"](text) == read[variable].default, variable
-
-
 def test_what_goes_together_is_documented() -> None:
     """docs/recipes/methods.md has the table of pairs that are refused, and all features."""
     page = (ROOT / "docs" / "recipes" / "methods.md").read_text(encoding="utf-8").partition("## What goes together")[2]
@@ -268,11 +255,11 @@ def test_what_goes_together_is_documented() -> None:
     assert all(each in page.replace("`", "") for each in FEATURES)
 
 
-def test_the_index_of_algorithms_is_up_to_date() -> None:
-    """docs/algorithms.md is what scripts/algorithm_docs writes; run it after a change of an algorithm."""
-    command = [sys.executable, str(ROOT / "scripts" / "algorithm_docs"), "--check"]
+def test_generated_tables_are_up_to_date() -> None:
+    """Pages have what scripts/doc_tables writes; run it after a change of an algorithm or a setting."""
+    command = [sys.executable, str(ROOT / "scripts" / "doc_tables"), "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert checked.returncode == 0, f"run scripts/algorithm_docs:\n{checked.stdout}{checked.stderr}"
+    assert checked.returncode == 0, f"run scripts/doc_tables:\n{checked.stdout}{checked.stderr}"
 
 
 def test_advice_is_for_packages_that_an_index_has() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 
+import click
 import pytest
 
+from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.stdin import is_passed_on, reader, with_program
@@ -48,8 +50,9 @@ def test_a_program_that_no_command_line_holds_is_refused(
         with_program(LaunchSpec(program=("python",)))
 
 
-@pytest.mark.parametrize("grace", [-1.0, float("nan"), float("inf")])
-def test_a_grace_is_a_time(grace: float) -> None:
+@pytest.mark.parametrize("grace", ["-1", "nan", "inf", "soon"])
+def test_a_grace_is_a_time(grace: str) -> None:
     """In seconds."""
-    with pytest.raises(ConfigError, match="--grace"):
-        LaunchSpec(program=("true",), grace_s=grace).require_sense()
+    with pytest.raises(click.UsageError) as error:
+        main(["run", "--grace", grace, "true"], standalone_mode=False)
+    assert f"Invalid value for '--grace': '{grace}': expected a" in error.value.format_message()
