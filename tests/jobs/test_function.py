@@ -50,8 +50,8 @@ def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_cells_of_the_documents_run(tmp_path: Path) -> None:
-    """Those of docs/tools.md, from a file in place of a notebook, which would need cloudpickle."""
-    page = ROOT / "docs" / "tools.md"
+    """Those of docs/observe.md, from a file in place of a notebook, which would need cloudpickle."""
+    page = ROOT / "docs" / "observe.md"
     (defined,) = (text for _, text in blocks(page, "python") if text.startswith("def train"))
     ((_, called),) = blocks(page, "pycon")
     (tmp_path / "cell.py").write_text(defined)
