@@ -1,4 +1,4 @@
-"""`DiLoCoCallback` and `LocalSGDCallback` on the backend that KERAS_BACKEND names, against Keras by itself."""
+"""`DiLoCoCallback` and `LocalSGDCallback` on the backend that KERAS_BACKEND names."""
 
 from __future__ import annotations
 
@@ -67,74 +67,41 @@ def same_on_all_ranks(value: Any) -> bool:
     return all(each == everyone[0] for each in everyone)
 
 
-def alone(
-    replicas: list[list[int]],
-    period: int,
-    outer_lr: float = 1.0,
-    outer_momentum: float = 0.0,
-    delay: int = 0,
-    epochs: int = 2,
-) -> list[Any]:
-    """Return the weights after all replicas are trained in this process, by Keras and NumPy; all trained batches are
-    those of the ranks of a replica together.
-    """
-    models = [model_of() for _ in replicas]
-    for model in models:
-        model.compile(SGD(0.05), loss="mse")
-    counts = [len(each) / SIZE for each in replicas]
-
-    def mean(values: list[list[Any]]) -> list[Any]:
-        return [sum(n * each for n, each in zip(counts, group, strict=True)) for group in zip(*values, strict=True)]
-
-    agreed = weights(models[0])
-    moments = [np.zeros_like(each) for each in agreed]
-    then: list[list[Any]] = []
-    for step in range(epochs * STEPS):
+def looped(model: Any, local: Any, steps: range) -> None:
+    """Train in a loop of the program's own; test_keras_suite.py has what that comes to."""
+    x, y = data(RANK)
+    for step in steps:
         rows = slice(step % STEPS * ROWS, (step % STEPS + 1) * ROWS)
-        for replica, model in zip(replicas, models, strict=True):
-            x, y = zip(*map(data, replica), strict=True)
-            model.train_on_batch(np.concatenate([each[rows] for each in x]), np.concatenate([each[rows] for each in y]))
-        if (step + 1) % period == 0:
-            then = list(map(weights, models))
-        if then and (step + 1 - delay) % period == 0:
-            delta = [old - new for old, new in zip(agreed, mean(then), strict=True)]
-            moments = [outer_momentum * m + d for m, d in zip(moments, delta, strict=True)]
-            agreed = [x - outer_lr * (d + outer_momentum * m) for x, d, m in zip(agreed, delta, moments, strict=True)]
-            for model, before in zip(models, then, strict=True):
-                for variable, new, old in zip(model.trainable_variables, agreed, before, strict=True):
-                    variable.assign(new + (as_numpy(variable) - old))
-            then = []
-    if then:  # an exchange that is under way ends at the end, as in `synchronize`
-        raise AssertionError("choose epochs at whose end none is under way")
-    return mean(list(map(weights, models)))
-
-
-def require_close(model: Any, expected: list[Any]) -> None:
-    for mine, other in zip(weights(model), expected, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-6)
+        local.on_train_batch_begin(step)
+        model.train_on_batch(x[rows], y[rows])
+        local.on_train_batch_end(step)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        pytest.param({"period": 4, "outer_lr": 1.0, "outer_momentum": 0.0}, marks=pytest.mark.smoke),
-        {"period": 5, "outer_lr": 0.7, "outer_momentum": 0.5, "delay": 2},
+        pytest.param(DiLoCo, {"period": 4, "replica": "rank"}, marks=pytest.mark.smoke),
+        (DiLoCo, {"period": 5, "outer_lr": 0.7, "outer_momentum": 0.5, "delay": 2, "replica": "rank"}),
+        (LocalSGD, {"period": 4}),
     ],
 )
-def test_one_process_trains_all_replicas(options: dict[str, Any]) -> None:
+def test_a_fit_trains_as_a_loop(nodes_of_two: None, kind: Any, options: dict[str, Any]) -> None:
     """After the last step the weights are averaged; all ranks have the same bits then."""
-    model = fitted(model_of(), SGD(0.05), DiLoCo(replica="rank", **options))
-    require_close(model, alone([[rank] for rank in range(SIZE)], **options))
-    assert same_on_all_ranks(bits(model))
-
-
-def test_replicas_of_nodes_reduce_their_gradients(nodes_of_two: None) -> None:
-    """A node trains as one process with the batches of its ranks, and counts by them."""
-    local = LocalSGD(period=4)
-    replicas = [list(range(first, min(first + 2, SIZE))) for first in range(0, SIZE, 2)]
-    assert local.process_set.ranks == replicas[RANK // 2]
-    optimizer = hvd.DistributedOptimizer(SGD(0.05), process_set=local.process_set)
-    require_close(fitted(model_of(), optimizer, local), alone(replicas, 4))
+    models = model_of(), model_of()
+    for model, fits in zip(models, (True, False), strict=True):
+        local = kind(**options)
+        optimizer = hvd.DistributedOptimizer(SGD(0.05), process_set=local.process_set)
+        if fits:
+            fitted(model, optimizer, local)
+            continue
+        model.compile(optimizer, loss="mse")
+        local.set_model(model)
+        local.on_train_begin()
+        looped(model, local, range(2 * STEPS))
+        local.synchronize()
+    for mine, other in zip(*map(weights, models), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-6)
+    assert same_on_all_ranks(bits(models[0]))
 
 
 class Watching(keras.callbacks.Callback):  # type: ignore[misc]
@@ -182,16 +149,6 @@ def test_statistics_of_batches_are_averaged_as_they_are() -> None:
         for made, expected in zip(buffers(model), mean if "buffers" in average else own, strict=True):
             np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-6)
         assert as_numpy(model.get_layer("a").kernel).tobytes() == frozen
-
-
-def looped(model: Any, local: Any, steps: range) -> None:
-    """Train in a loop of the program's own."""
-    x, y = data(RANK)
-    for step in steps:
-        rows = slice(step % STEPS * ROWS, (step % STEPS + 1) * ROWS)
-        local.on_train_batch_begin(step)
-        model.train_on_batch(x[rows], y[rows])
-        local.on_train_batch_end(step)
 
 
 def begun(options: dict[str, Any]) -> tuple[Any, Any]:
