@@ -1,4 +1,4 @@
-"""Negotiation by name: every rank does the same in the same order, whatever is said and heard when."""
+"""Negotiation by name: every rank does the same in the same order, whatever is heard when; groups and stalls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.config import Config
-from ringreduce.engine.coordinator import Coordinator
+from ringreduce.engine.coordinator import Coordinator, StallWatch, fuse
 from ringreduce.engine.decisions import (
     Crossed,
     Detached,
@@ -35,6 +35,7 @@ from ringreduce.engine.exchange import Exchange
 from ringreduce.engine.participant import Participant
 
 SIZES = [1, 2, 3, 4]
+
 BIG = 1 << 30
 
 #: What a program does: ("submit", name, signature), ("wait",) for all that it has under way, ("join",) or ("detach",).
@@ -661,3 +662,84 @@ def test_what_follows_from_one_message_travels_as_one(size: int) -> None:
         [kind, [list(entry) for entry in entries], active] for kind, entries, active in channel.posted[0][1]
     ] == decided
     assert [run.names for run in exchange.decisions if isinstance(run, Run)] == [["a"], ["b"], ["c"]]
+
+
+@pytest.mark.parametrize(
+    ("items", "limit", "groups"),
+    [
+        ([], 10, []),
+        ([("f", 4)], 10, [[0]]),
+        ([("f", 4), ("f", 4)], 10, [[0, 1]]),
+        ([("f", 4), ("f", 6), ("f", 1)], 10, [[0, 1], [2]]),
+        ([("f", 4), ("f", 99), ("f", 1)], 10, [[0, 1], [2]]),
+        ([("f", 99), ("f", 1), ("f", 1)], 10, [[0], [1, 2]]),
+        ([("f", 4), ("i", 4), ("f", 4), ("i", 4)], 10, [[0, 2], [1, 3]]),
+        ([("f", 9), ("i", 1), ("f", 9), ("f", 1), ("i", 1)], 10, [[0, 2], [1, 4], [3]]),
+        ([("f", 0), ("f", 0), ("f", 0)], 10, [[0, 1, 2]]),
+        ([("f", 1), ("f", 1)], 1, [[0], [1]]),
+    ],
+)
+def test_groups(items: list[tuple[str, int]], limit: int, groups: list[list[int]]) -> None:
+    """Of one kind, in order, closed by the item that fills them; an item larger than the limit fills any."""
+    assert fuse(items, limit) == groups
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20))), st.integers(1, 40))
+def test_every_item_has_one_place(items: list[tuple[str, int]], limit: int) -> None:
+    """Groups hold all items, each once and in order, of one kind; all but the last of a kind are full, and no group
+    was full before its last item came.
+    """
+    groups = fuse(items, limit)
+    assert sorted(index for members in groups for index in members) == list(range(len(items)))
+    assert [members[0] for members in groups] == sorted(members[0] for members in groups)
+    last = {items[members[0]][0]: members for members in groups}
+    for members in groups:
+        (kind,) = {items[index][0] for index in members}
+        assert members == sorted(members)
+        assert sum(items[index][1] for index in members[:-1]) < limit
+        assert sum(items[index][1] for index in members) >= limit or members is last[kind]
+
+
+def waiting(name: str = "x", since: float = 0.0) -> Waiting:
+    return Waiting(name, since, (0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("warning_s", "limit_s", "times", "warned", "expired"),
+    [
+        (60.0, 300.0, [0, 59.9, 60, 61, 119, 120, 200, 240, 299.9], [60, 120, 240], []),
+        (60.0, 300.0, [100, 150, 199, 200, 300, 301], [100, 200], [300, 301]),
+        (None, 300.0, [60, 120, 299, 300], [], [300]),
+        (60.0, 30.0, [29, 30, 60], [], [30, 60]),
+    ],
+)
+def test_when_it_warns_and_gives_up(
+    warning_s: float | None, limit_s: float, times: list[float], warned: list[float], expired: list[float]
+) -> None:
+    """It warns after the time that was set, then each time that twice as long has passed; at the limit it gives up,
+    and warns no more.
+    """
+    watch, one = StallWatch(warning_s, limit_s), waiting()
+    seen = {now: watch.check([one], now) for now in times}
+    assert [now for now, (late, _) in seen.items() if late == [one]] == warned
+    assert [now for now, (_, over) in seen.items() if over == [one]] == expired
+
+
+def test_each_operation_has_its_own_time() -> None:
+    """Also one that uses the name of an earlier one: it is not late because that one was."""
+    watch = StallWatch(10.0, 100.0)
+    early, late = waiting("x", 0.0), waiting("y", 5.0)
+    assert watch.check([early, late], 12.0) == ([early], [])
+    assert watch.check([early, late], 16.0) == ([late], [])
+    again = waiting("x", 20.0)
+    assert watch.check([again], 29.0) == ([], [])
+    assert watch.check([again], 30.0) == ([again], [])
+    assert watch.check([again, late], 105.0) == ([again], [late])
+
+
+def test_what_has_come_to_an_end_is_forgotten() -> None:
+    """The watch grows with what waits, not with what has waited."""
+    watch = StallWatch(10.0, 100.0)
+    watch.check([waiting(f"x{number}") for number in range(50)], 12.0)
+    watch.check([], 13.0)
+    assert not watch._next

@@ -1,15 +1,21 @@
-"""Steps that all ranks take, or none of them: what `together` returns, takes back and raises."""
+"""Steps that all ranks take, or none of them; and what has several parts is closed as a whole."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ringreduce.common.errors import ConfigError, TransportError
-from ringreduce.testing import run_threads
+from ringreduce.common.lifetime import close_all
+from ringreduce.runtime.process_sets import Membership
+from ringreduce.testing import caught, run_threads
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages, StepFailedError, together
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+
 #: What a step may fail with; the last one has nothing to say of itself.
 FAILURES = (TransportError("lost"), ConfigError("not set"), MemoryError("full"), OSError(24, "too many"), ValueError())
 
@@ -87,3 +93,30 @@ def test_what_is_our_mistake_is_no_reason_to_fall_back() -> None:
     """An error that no step may fail with comes out where it was raised."""
     messages = MemoryWorld(1, 20.0).messages(0)
     assert isinstance(given_or_raised(Step(KeyError("wrong")), messages), KeyError)
+
+
+def test_every_part_is_closed() -> None:
+    """The first error is raised, when all parts have been asked."""
+    called: list[int] = []
+
+    def part(number: int) -> None:
+        called.append(number)
+        if number:
+            raise TransportError(str(number))
+
+    error = caught(close_all, *(lambda number=number: part(number) for number in range(3)))
+    assert str(error) == "1"
+    assert called == [0, 1, 2]
+
+
+def test_all_of_a_process_set_is_closed() -> None:
+    """Whatever the first part raises, the second is closed, too."""
+    closed: list[str] = []
+
+    def fail() -> None:
+        raise TransportError("a kernel of the user's")
+
+    engine: Any = SimpleNamespace(close=fail)
+    communicator: Any = SimpleNamespace(close=lambda: closed.append("communicator"))
+    assert isinstance(caught(Membership(communicator, engine).close), TransportError)
+    assert closed == ["communicator"]
