@@ -36,9 +36,6 @@ Array = npt.NDArray[Any]
 class Peer(Protocol):
     """A library that can do some of our jobs."""
 
-    def start(self, tensor: Any) -> Callable[[], object]:
-        """Begin an allreduce of a torch tensor in place, a sum; return what waits for its end. Collective."""
-
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         """Prepare one case; None where the library does not offer it for these elements and this operation.
 
@@ -69,10 +66,6 @@ class MpiPeer:
         self._mpi = MPI
         self._comm = MPI.COMM_WORLD.Dup()
         self._ops = {SUM: MPI.SUM, PRODUCT: MPI.PROD, MIN: MPI.MIN, MAX: MPI.MAX}
-
-    def start(self, tensor: Any) -> Callable[[], object]:
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE, tensor.numpy(), self._mpi.SUM)
-        return request.Wait
 
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         if not self._can(case):
@@ -177,13 +170,6 @@ class GlooPeer:
         self._device = device
         self._open = contextlib.ExitStack()
         self._open.enter_context(gloo_process_group(world))
-
-    def start(self, tensor: Any) -> Callable[[], object]:
-        import torch.distributed as dist
-
-        work: Any = dist.all_reduce(tensor, async_op=True)
-        wait: Callable[[], object] = work.wait
-        return wait
 
     def contender(self, case: Case, *, new_results: bool = False) -> Contender | None:
         """Prepare one case; None also where Gloo refuses tensors on a GPU, as for some collectives."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 import ringreduce
 from ringreduce.bench import bench as benchmark
@@ -17,7 +16,6 @@ from ringreduce.bench import plots
 from ringreduce.bench import tune as tuner
 from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, native_dtype, sizes
 from ringreduce.bench.formats import WRITERS, to_json
-from ringreduce.bench.modes import MODES, run_mode
 from ringreduce.bench.peers import PEERS
 from ringreduce.bench.results import Report, Settings
 from ringreduce.cli.progress_bar import ProgressLine
@@ -46,12 +44,6 @@ def _names(known: Iterable[str], everything: tuple[str, ...] = ()) -> Parsed:
     return Parsed("names", read, "{1}")
 
 
-def _say_if_busy(name: str, busy: str) -> None:
-    """Let rank 0 say that figures are those of a busy machine."""
-    if busy and ringreduce.rank() == 0:
-        click.echo(f"bench {name}: {busy}: these are not the times of this machine at rest", err=True)
-
-
 def _say_if_alone(name: str, form: str) -> None:
     """Say, in a table, that one rank moves nothing, and how several are started."""
     if ringreduce.size() == 1 and form not in ("json", "csv"):
@@ -74,14 +66,11 @@ Examples:
   mpirun -np 2 python -m ringreduce bench allreduce -b 1M -e 256M -f 4 --device cuda --buffers shared
   mpirun -np 2 python -m ringreduce bench allreduce -b 1K -e 64M -f 4 --vs mpi,gloo --plot allreduce.png
   mpirun -np 2 python -m ringreduce bench all -b 1K -e 16M -f 8 --vs mpi --report report.html
-  mpirun -np 2 python -m ringreduce bench async
-  mpirun -np 2 python -m ringreduce bench overlap -b 64K -e 16M -f 4 --vs mpi
-  ringreduce run --elastic -np 4 python -m ringreduce bench recovery
 """
 
 
 @click.command(cls=RankCommand, epilog=_EXAMPLES, short_help="Measure a collective.")
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all", *MODES]))
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all"]))
 @click.option("-b", "--minbytes", "min_nbytes", type=_NBYTES, default="32M", help="First size; takes K, M, G.")
 @click.option(
     "-e",
@@ -98,7 +87,7 @@ Examples:
     "--iters",
     "iterations",
     type=click.IntRange(1),
-    show_default="300 to 16, by size; async: 2000 and 100",
+    show_default="300 to 16, by size",
     help="Timed iterations.",
 )
 @click.option(
@@ -169,7 +158,7 @@ Examples:
 @click.option("-I", "--per_iter_timing", "per_iteration", is_flag=True, help="Show how the iterations' times spread.")
 def bench(**options: Any) -> int:
     """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast, alltoall, reduce, gather or scatter; or
-    messages: sendrecv, latency or bandwidth; or async, overlap or recovery.
+    messages: sendrecv, latency or bandwidth.
 
     With all, measure each of these in turn, messages where there are two ranks.
 
@@ -190,26 +179,8 @@ def bench(**options: Any) -> int:
 
     In sendrecv each rank sends to the next one while it receives. The other two are between ranks 0 and 1: latency is
     half the time there and back; for bandwidth, 16 messages are sent in a row, and then answered once.
-
-    With async, measure named asynchronous allreduces instead: the latency of one of 4 B, and 160 of 64 KiB that are
-    submitted together. Of the options, -n and --format (json, csv) have a meaning there.
-
-    With overlap, measure how much of an asynchronous allreduce a computation hides: each is begun, then the program
-    multiplies matrices on one core for as long as the allreduce takes alone, and then waits. Of the options, -b, -e,
-    -i, -f, -n, --vs and --format (json, csv) have a meaning there.
-
-    With recovery, let the last rank be killed until one is left, and measure how long it takes until the others go on;
-    under `ringreduce run --elastic` on one machine. Of the options, --format (json, csv) has a meaning there.
     """
     name = options["collective"]
-    if name in MODES:
-        _refuse_options(name, MODES[name].options)
-        del options["plot"], options["page"]
-        settings = _settings(options)
-        ringreduce.init()
-        nwrong, busy = run_mode(settings, _write)
-        _say_if_busy(name, busy)
-        return int(nwrong > 0)
     plot = options.pop("plot")
     page = options.pop("page")
     several = name == "all"
@@ -252,7 +223,8 @@ def _reports(settings: Settings) -> list[Report]:
         told = progress if as_json and world.rank == 0 else None  # nothing of JSON is seen until the end
         head = settings.format != "csv" or number == 1
         reports.append(benchmark.run(world, replace(settings, collective=name), write, progress=told, head=head))
-        _say_if_busy(name, reports[-1].busy)
+        if reports[-1].busy and world.rank == 0:
+            click.echo(f"bench {name}: {reports[-1].busy}: these are not the times of this machine at rest", err=True)
     if several and as_json and world.rank == 0:
         _write(json.dumps([report.as_dict() for report in reports], indent=1) + "\n")
     return reports
@@ -317,15 +289,6 @@ def _settings(options: dict[str, Any]) -> Settings:
     shared = options.pop("buffers") == "shared"
     new = options.pop("results") == "new"
     return Settings(shared_buffers=shared, new_results=new, **options)
-
-
-def _refuse_options(collective: str, meant: tuple[str, ...]) -> None:
-    """Refuse all options on the command line but those that have a meaning for what is no collective."""
-    context = click.get_current_context()
-    for each in context.command.params:
-        given = context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
-        if given and each.name not in ("collective", *meant):
-            raise click.UsageError(f"{each.opts[-1]} has no meaning for {collective}")
 
 
 def _require_writable(paths: Sequence[str]) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 from browser import look
-from launching import needs
+from launching import RINGREDUCE, needs
 
 from ringreduce.bench.cases import COLLECTIVES
 
 Run = Callable[..., Any]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -83,29 +86,30 @@ def test_one_rank_speaks(mpirun: Run, arguments: tuple[str, ...], text: str):
     assert done.stdout.count(text) == 1
 
 
-def test_asynchronous_operations(mpirun: Run):
-    """``bench async`` prints the latency of one operation and the time of many, and verifies both."""
-    done = mpirun(2, "bench", "async", "-n", "5", "--format", "json")
+def test_asynchronous_operations(run_job: Run, tmp_path: Path):
+    """The benchmark has the latency of one operation and the time of many, and verifies both."""
+    needs("torch")
+    path = tmp_path / "figures.json"
+    done = run_job(2, str(BENCHMARKS / "asynchronous.py"), "-n", "5", "-J", str(path))
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert [(each["operations"], each["nbytes"], each["nwrong"]) for each in report["results"]] == [
-        (1, 4, 0),
-        (160, 65536, 0),
-    ]
+    assert [(each["operations"], each["nbytes"]) for each in json.loads(path.read_text())] == [(1, 4), (160, 65536)]
 
 
-def test_overlap(mpirun: Run) -> None:
-    """``bench overlap`` measures each library alone and beside a computation, and verifies its sums."""
-    done = mpirun(
-        2, "bench", "overlap", "-b", "8", "-e", "64K", "-f", "64", "-n", "3", "--vs", "mpi,gloo", "--format", "json"
-    )
+def test_overlap(run_job: Run) -> None:
+    """The benchmark measures each library alone and beside a computation, and verifies its sums."""
+    needs("torch")
+    done = run_job(2, str(BENCHMARKS / "overlap.py"), "--vs", "mpi,gloo", "-n", "3", "8", "64K")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["results"]
-    names = ["ringreduce", "mpi", "gloo"]
-    assert [(each["name"], each["nbytes"]) for each in found] == [
-        (name, n) for n in (8, 512, 32768, 65536) for name in names
-    ]
-    assert all(each["nwrong"] == 0 and each["both_us"] > 0 for each in found)
+    sizes = [row[:3] for row in rows(done.stdout)[1:]]
+    assert sizes == [[*size.split(), name] for size in ("8 B", "64 KiB") for name in ("ringreduce", "mpi", "gloo")]
+
+
+def test_recovery() -> None:
+    """The benchmark kills the last rank until one is left."""
+    line = [RINGREDUCE, "run", "--elastic", "-np", 3, sys.executable, BENCHMARKS / "recovery.py"]
+    done = launching.run(*line, limit_s=100)
+    assert done.returncode == 0, done.stderr
+    assert [row[0] for row in rows(done.stdout)] == ["left", "2", "1"]
 
 
 def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) -> None:

@@ -124,10 +124,7 @@ def test_wrong_elements_make_the_exit_status_1(monkeypatch):
         (["bench", "all", "--plot", "x.png"], "with all there is --report"),
         (["bench", "allreduce", "--plot", "x.jpg"], "ends in .png, .svg, .pdf"),
         (["bench", "allreduce", "--plot", "nowhere/x.png"], "nowhere/x.png cannot be written: No such file"),
-        (["bench", "async", "--plot", "x.png"], "--plot has no meaning for async"),
-        (["bench", "overlap", "-c", "1"], "--check has no meaning for overlap"),
         (["bench", "allreduce", "-N", "0", "--plot", "x.png"], "-N 0 comes to no end"),
-        (["bench", "recovery", "-n", "3"], "--iters has no meaning for recovery"),
         (["bnech"], "No such command 'bnech'"),
     ],
 )
