@@ -19,7 +19,7 @@ import numpy as np
 
 import ringreduce
 from ringreduce import runtime
-from ringreduce.observe.resources import resident_nbytes
+from ringreduce.observe.seen.resources import resident_nbytes
 
 COUNT = 1 << 18  # elements: 1 MiB of float32
 CALM_S = 0.2  # before a rank is killed

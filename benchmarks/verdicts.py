@@ -34,8 +34,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringreduce.observe.job_report import figures_in
-from ringreduce.observe.verdicts import judge
+from ringreduce.observe.job.job_report import figures_in
+from ringreduce.observe.job.verdicts import judge
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "cluster")
 NAME = "verdicts"

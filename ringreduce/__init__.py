@@ -35,8 +35,8 @@ from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, Reduce
 from ringreduce.common.topology import Topology
 from ringreduce.launcher.function import run
 from ringreduce.observe.fingerprints import fingerprint
-from ringreduce.observe.job_report import JobReport
-from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.job.job_report import JobReport
+from ringreduce.observe.seen.metrics import Metrics
 from ringreduce.runtime import (
     Recovery,
     add_process_set,

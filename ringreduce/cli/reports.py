@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from ringreduce.doctor import doctor as machine
 from ringreduce.doctor import dumps, trace_report
 from ringreduce.doctor import top as jobs
 from ringreduce.elastic.commit_store import CommitStore
-from ringreduce.observe import job_report
 from ringreduce.observe.audit import AuditRecord
+from ringreduce.observe.job import job_report
 
 
 @click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
@@ -95,7 +96,7 @@ def top(job: str | None, token_file: str | None, once: bool, as_json: bool, ever
             raise click.UsageError(f"{job} serves /metrics itself; leave out --prometheus")
         jobs.serve(port, job, lambda address: click.echo(address, err=True))
     elif as_json:
-        click.echo(json.dumps(jobs.found(job, token_file), indent=1))
+        click.echo(json.dumps([asdict(each) for each in jobs.seen(job, token_file)], indent=1))
     else:
         jobs.show(job, token_file, once=once, every_s=every_s)
 

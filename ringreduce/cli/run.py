@@ -30,7 +30,7 @@ from ringreduce.launcher.result_folder import with_results
 from ringreduce.launcher.ship import shipped
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
-from ringreduce.observe.trace_file import collect
+from ringreduce.observe.seen.trace_file import collect
 
 #: What one would do comes first; the options fill several screens.
 _HELP = """Start PROGRAM as several ranks, which train together.

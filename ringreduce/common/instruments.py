@@ -68,7 +68,7 @@ class Instrument:
 class Instruments:
     """The observers of one communicator, in the order in which they were added.
 
-    And what was called last, for `ringreduce.observe.snapshots`; lists of plain values, as these cost the least.
+    And what was called last, for `ringreduce.observe.seen.recorder`; lists of plain values, as these cost the least.
 
     Attributes:
         observers: looked at before each event; nothing else happens while it is empty.

@@ -11,8 +11,9 @@ from typing import Any
 from ringreduce.common.errors import ConfigError, ForeignFileError, name_ranks
 from ringreduce.common.files import read_file
 from ringreduce.common.sealed_files import PLAIN, KeyFile
-from ringreduce.observe.snapshots import Snapshot
-from ringreduce.observe.waits import place_in_program, places_in_words, waits
+from ringreduce.observe.job.waits import places_in_words, waits
+from ringreduce.observe.seen.activity import place_in_program
+from ringreduce.observe.seen.snapshots import Snapshot
 
 _MOST_NBYTES = 64 << 20  # of a dump, which has the last calls and the stacks of a rank
 _MOST_RANKS = 1 << 20
@@ -33,14 +34,14 @@ def load(folder: str | Path, keys: KeyFile = PLAIN) -> dict[int, Snapshot]:
         try:
             sealed = BytesIO(read_file(path, most_nbytes=_MOST_NBYTES, ours=True))
             with keys.opened(sealed, path.name) as content:
-                dump = _printable(json.load(content))
-            if not 0 <= int(dump["rank"]) < int(dump["size"]) <= _MOST_RANKS:
+                dump = Snapshot.from_json(_printable(json.load(content)))
+            if not 0 <= dump.rank < dump.size <= _MOST_RANKS:
                 raise ValueError("there is no such rank")
-            found[int(dump["rank"])] = dump
+            found[dump.rank] = dump
         except ForeignFileError as error:
             raise ForeignFileError(f"{path}: {error}") from None
-        except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{path} is not what a rank has written down: {error!r}") from None
+        except (ConfigError, OSError, ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{path} is not what a rank has written down: {error}") from None
     if not found:
         raise ConfigError(f"no rank has written anything into {folder}; RINGREDUCE_DUMP={folder} lets them do so")
     return found
@@ -67,7 +68,7 @@ def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
     said += [
         f"rank {rank} is at {where}" for rank, where in places.items() if where and f"rank {rank} is at" not in told
     ]
-    silent = [rank for rank in range(max(dump["size"] for dump in dumps.values())) if rank not in dumps]
+    silent = [rank for rank in range(max(dump.size for dump in dumps.values())) if rank not in dumps]
     if silent:
         said.append(f"{name_ranks(silent)} {'has' if len(silent) == 1 else 'have'} written nothing down")
     return said
@@ -75,5 +76,5 @@ def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
 
 def _place(dump: Snapshot) -> str:
     """Say where the main thread of a rank is, in the program's own code."""
-    stack: list[dict[str, Any]] = next((each["stack"] for each in dump["threads"] if each["name"] == "MainThread"), [])
-    return place_in_program((each["file"], each["line"], each["function"], each["text"]) for each in reversed(stack))
+    stack = next((each.stack for each in dump.threads if each.name == "MainThread"), ())
+    return place_in_program((each.file, each.line, each.function, each.text) for each in reversed(stack))

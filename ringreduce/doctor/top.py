@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,15 +14,16 @@ from rich.text import Text
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import format_nbytes
 from ringreduce.doctor.tables import table
-from ringreduce.observe.job_view import families_of, prometheus_text, rows
-from ringreduce.observe.serving import OPENMETRICS, Answer, TextServer, ask
-from ringreduce.observe.snapshots import Snapshot, read_all
+from ringreduce.observe.job.job_view import RankRow, rows
+from ringreduce.observe.out.metric_table import families_of, prometheus_text
+from ringreduce.observe.out.serving import OPENMETRICS, Answer, TextServer, ask
+from ringreduce.observe.seen.recorder import read_all
+from ringreduce.observe.seen.snapshots import Snapshot, from_json
 
 _HEADINGS = ("rank", "steps", "steps/s", "samples/s", "comm", "waited", "memory", "waits")
-_OLD_S = 5.0  # a rank that has written nothing for so long is busy without letting go of Python, or stopped
 
 
-def found(job: str | None, token_file: str | None = None) -> list[dict[str, Any]]:
+def seen(job: str | None, token_file: str | None = None) -> list[RankRow]:
     """Return what is shown of the ranks of a job, or of all of this user's jobs on this machine.
 
     Args:
@@ -30,29 +31,28 @@ def found(job: str | None, token_file: str | None = None) -> list[dict[str, Any]
         token_file: with the token of an address; None: that of this user on this machine.
 
     Raises:
-        ConfigError: the address does not answer.
+        ConfigError: the address does not answer, or a job of another version does.
     """
     if job is not None and ":" in job:
-        told: list[dict[str, Any]] = ask(job, "/ranks", token_file)
-        return told
+        return [from_json(RankRow, each) for each in ask(job, "/ranks", token_file)]
     return rows(_said(job))
 
 
 def _said(job: str | None) -> list[Snapshot]:
     """Return what ranks of this machine say."""
-    return [each for each in read_all() if each["job"].startswith(job or "")]
+    return [each for each in read_all() if each.job.startswith(job or "")]
 
 
 def show(job: str | None, token_file: str | None, *, once: bool, every_s: float) -> None:
     """Show it in the terminal, until it is interrupted; once, if there is no terminal."""
     console = Console(highlight=False)
     if once or not console.is_terminal:
-        console.print(_shown(found(job, token_file), job))
+        console.print(_shown(seen(job, token_file), job))
         return
 
     def look() -> Any:
         try:
-            return _shown(found(job, token_file), job)
+            return _shown(seen(job, token_file), job)
         except ConfigError as error:  # as while a job begins again
             return Text(str(error))
 
@@ -63,39 +63,38 @@ def show(job: str | None, token_file: str | None, *, once: bool, every_s: float)
             live.update(look(), refresh=True)
 
 
-def _shown(ranks: Sequence[dict[str, Any]], job: str | None) -> Any:
+def _shown(ranks: Sequence[RankRow], job: str | None) -> Any:
     if not ranks:
         which = f"no job of this user whose name begins with {job}" if job else "no job of this user"
         return Text(f"{which} runs on this machine (or RINGREDUCE_STATUS=0 hides it)")
     parts: list[Any] = []
-    for job in dict.fromkeys(each["job"] for each in ranks):
-        mine = [each for each in ranks if each["job"] == job]
+    for job in dict.fromkeys(each.job for each in ranks):
+        mine = [each for each in ranks if each.job == job]
         first = mine[0]
-        here = "" if len(mine) == first["size"] else f", {len(mine)} of them seen here"
-        command = " ".join(first["command"])
-        title = f"{job}: {first['size']} ranks{here}, {first['seconds']:.0f} s, {command}"
-        hosts = len({each["host"] for each in mine})
+        here = "" if len(mine) == first.size else f", {len(mine)} of them seen here"
+        command = " ".join(first.command)
+        title = f"{job}: {first.size} ranks{here}, {first.running_seconds:.0f} s, {command}"
+        hosts = len({each.host for each in mine})
         headings = (_HEADINGS[0], *["host"] * (hosts > 1), *_HEADINGS[1:])
-        failed = [each["error"] is not None for each in mine]
+        failed = [each.error is not None for each in mine]
         cells = table(headings, (_cells(each, hosts) for each in mine), red=failed, text=1)
         parts += [Text(title, no_wrap=True, overflow="ellipsis"), cells]
-        if (slow := first["slow"]) is not None and slow[0] < 0:
-            parts.append(Text(slow[2]))
+        if (slow := first.slow) is not None and slow.rank < 0:
+            parts.append(Text(slow.sentence))
         parts.append(Text(""))
     return Group(*parts[:-1])
 
 
-def _cells(row: Mapping[str, Any], hosts: int) -> Sequence[str]:
-    stale = f"silent for {row['age_s']:.0f} s" if row["age_s"] > _OLD_S else None
+def _cells(row: RankRow, hosts: int) -> Sequence[str]:
     return (
-        str(row["rank"]),
-        *[row["host"]] * (hosts > 1),
-        str(row["steps"]),
-        _rate(row["steps_per_s"]),
-        _rate(row["samples_per_s"]),
-        *("-" if each is None else f"{each:.0%}" for each in (row["communication"], row["waited"])),
-        format_nbytes(row["nbytes"]),
-        row["error"] or stale or row["waiting"] or "",
+        str(row.rank),
+        *[row.host] * (hosts > 1),
+        str(row.steps),
+        _rate(row.steps_per_second),
+        _rate(row.samples_per_second),
+        *("-" if each is None else f"{each:.0%}" for each in (row.communication_ratio, row.waiting_ratio)),
+        format_nbytes(row.resident_memory_bytes),
+        row.trouble or row.waiting or "",
     )
 
 

@@ -18,8 +18,8 @@ from ringreduce.common.quantities import format_nbytes
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 from ringreduce.doctor.tables import table
 from ringreduce.doctor.trace_steps import Event, TracedStep, steps_of
-from ringreduce.observe.pace import find_slow
-from ringreduce.observe.trace_file import collect, read_trace
+from ringreduce.observe.seen.pace import find_slow
+from ringreduce.observe.seen.trace_file import collect, read_trace
 
 _WIDE = 1000  # columns, which no table takes
 _LEGIBLE = 9.0  # percent of the window, of the shortest bar that has its number in it: on a phone, too

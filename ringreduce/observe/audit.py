@@ -48,7 +48,7 @@ from ringreduce.common.errors import ChangedMessageError, ConfigError, RingReduc
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.launch import allocation, launch
 from ringreduce.observe.audit_chain import ChainedFile, plain, said_by
-from ringreduce.observe.reported_values import mean_values
+from ringreduce.observe.seen.reported_values import mean_values
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 

@@ -19,20 +19,21 @@ from ringreduce.common.instruments import Instruments
 from ringreduce.common.launch import STALLED, collectors, launch, notify_launcher
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.gathering import Gathering
-from ringreduce.observe.host_uses import uses_of
-from ringreduce.observe.job_report import JobReport, figures_of, report_of, say
-from ringreduce.observe.job_view import JobView, last_values
-from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.snapshots import FlightRecorder, Observed, Snapshot
-from ringreduce.observe.timeline import JobClock, Program, Timeline, Track
-from ringreduce.observe.watchdog import Watchdog
+from ringreduce.observe.job.gathering import Gathering
+from ringreduce.observe.job.host_uses import uses_of
+from ringreduce.observe.job.job_report import JobReport, figures_of, report_of, say
+from ringreduce.observe.job.job_view import JobView, last_values
+from ringreduce.observe.job.watchdog import Watchdog
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.recorder import FlightRecorder, Observed
+from ringreduce.observe.seen.snapshots import Snapshot
+from ringreduce.observe.seen.timeline import JobClock, Program, Timeline, Track
 from ringreduce.transport.messages import Messages, StepFailedError, together
 from ringreduce.transport.waiting import Waiter
 
 if TYPE_CHECKING:
-    from ringreduce.observe.otlp import Telemetry
-    from ringreduce.observe.serving import TextServer
+    from ringreduce.observe.out.otlp import Telemetry
+    from ringreduce.observe.out.serving import TextServer
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class Observer:
                 f"unencrypted: leave out its host, and reach it by ssh -L {address[1]}:127.0.0.1:{address[1]}"
             )
         if self._rank == 0 and self._gathering is not None:
-            from ringreduce.observe.job_server import serve_job  # its libraries take time, and few jobs need them
+            from ringreduce.observe.out.job_server import serve_job  # its libraries take time, and few jobs need them
 
             self._view = JobView(self._size, launch().restarts, recoveries)
             self._server = serve_job(address, self._config.status_token_file, self._gathering, self._view)
@@ -229,7 +230,7 @@ class Observer:
         """
         recorder = self.recorder
         now = [] if self._gathering is None else self._gathering.latest()
-        if not now and recorder.told:
+        if not now and recorder.told is not None:
             now = [recorder.told]
         laps = [] if recorder.step_clock is None else [*recorder.step_clock.laps]
         figures = figures_of(
@@ -238,7 +239,7 @@ class Observer:
             nodes=nodes,
             began_s=self._began_s,
             made=recorder.steps,
-            hosts={each["rank"]: each["host"] for each in now},
+            hosts={each.rank: each.host for each in now},
             uses=uses_of(now),
         )
         return report_of(figures, laps, recorder.values.last())
@@ -361,7 +362,7 @@ def _telemetry(config: Config) -> type[Telemetry]:
                 "OTEL_EXPORTER_OTLP_ENDPOINT be an address of https, or of a collector on the host of rank 0"
             )
     try:
-        from ringreduce.observe.otlp import Telemetry
+        from ringreduce.observe.out.otlp import Telemetry
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"RINGREDUCE_OTLP needs OpenTelemetry, and {error.name} is not installed: "

@@ -15,9 +15,9 @@ from ringreduce.common.errors import CollectiveError, ConfigError, ForeignFileEr
 from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.observe.audit import require_facts
-from ringreduce.observe.job_report import JobReport
-from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.timeline import Program
+from ringreduce.observe.job.job_report import JobReport
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.timeline import Program
 from ringreduce.runtime.blocking import (
     Plan,
     allgather,
@@ -493,7 +493,7 @@ def audited() -> bool:
 def dump(folder: str | os.PathLike[str]) -> Path:
     """Write what this rank has done last and does now to a file, and return its path. Local.
 
-    See `ringreduce.observe.snapshots`.
+    See `ringreduce.observe.seen.recorder`.
     """
     own = _process.own()
     if own is None:

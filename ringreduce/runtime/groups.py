@@ -18,7 +18,7 @@ from ringreduce.common.errors import MismatchError
 from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.serial import InOrder, SerialTask
 from ringreduce.gpu.devices import Gpu
-from ringreduce.observe.snapshots import Observed
+from ringreduce.observe.seen.recorder import Observed
 from ringreduce.runtime.bootstrap import Connection
 from ringreduce.runtime.deliveries import Deliveries
 from ringreduce.runtime.process_sets import context_of

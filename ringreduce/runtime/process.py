@@ -19,7 +19,7 @@ from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, Co
 from ringreduce.common.launch import launch, renew_rank_variables
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.engine import ReentrancyGuard
-from ringreduce.observe.timeline import Program
+from ringreduce.observe.seen.timeline import Program
 from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, connect, job_connection
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.runtime.reductions_made import Usage

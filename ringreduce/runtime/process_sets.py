@@ -16,7 +16,7 @@ from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.processes import host_name
 from ringreduce.engine import Engine
 from ringreduce.gpu.devices import Gpu
-from ringreduce.observe.snapshots import Observed
+from ringreduce.observe.seen.recorder import Observed
 from ringreduce.transport.checked import checked
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.memory import MemoryWorld

@@ -33,11 +33,11 @@ from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.common.topology import Topology
 from ringreduce.observe.audit import record_no_begin
-from ringreduce.observe.job_report import JobReport
-from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.job.job_report import JobReport
 from ringreduce.observe.observer import Observer
-from ringreduce.observe.step_clock import Spent, StepClock
-from ringreduce.observe.timeline import JobClock, Program
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.step_clock import Spent, StepClock
+from ringreduce.observe.seen.timeline import JobClock, Program
 from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, check_settings, check_versions
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process_sets import Membership, ProcessSet, connect

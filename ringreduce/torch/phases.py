@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ringreduce import runtime
-from ringreduce.observe.timeline import Program
+from ringreduce.observe.seen.timeline import Program
 from ringreduce.torch.private import at_end_of_pass, leaves
 
 

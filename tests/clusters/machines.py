@@ -32,7 +32,7 @@ import socket, sys, time
 import numpy as np
 import ringreduce as rr
 from ringreduce.common.errors import ConfigError
-from ringreduce.observe.serving import ask
+from ringreduce.observe.out.serving import ask
 
 rr.init()
 found, seen = [], 0.0

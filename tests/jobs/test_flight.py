@@ -67,7 +67,7 @@ import json, os, signal, sys
 from pathlib import Path
 import numpy as np
 import ringreduce as rr
-from ringreduce.observe.trace_file import collect
+from ringreduce.observe.seen.trace_file import collect
 
 rr.init()
 path = Path(sys.argv[1])

@@ -28,9 +28,9 @@ from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder
 from ringreduce.observe.audit_chain import ChainedFile
-from ringreduce.observe.serving import Answer, TextServer
-from ringreduce.observe.snapshots import FlightRecorder, folder
-from ringreduce.observe.trace_file import TraceFile
+from ringreduce.observe.out.serving import Answer, TextServer
+from ringreduce.observe.seen.recorder import FlightRecorder, folder
+from ringreduce.observe.seen.trace_file import TraceFile
 
 PYTHON = "/usr/bin/python3"  # that of the tests may lie where he cannot go
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from launching import PROGRAMS, RINGREDUCE, Job, needs, run
 
-from ringreduce.observe.job_report import figures_in
-from ringreduce.observe.verdicts import judge
+from ringreduce.observe.job.job_report import figures_in
+from ringreduce.observe.job.verdicts import judge
 
 needs("torch")
 

@@ -15,6 +15,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.common.keys import read_secret, write_secret
 from ringreduce.observe.audit_chain import examine, is_signed
+from ringreduce.observe.job.job_view import last_values
 
 torch = pytest.importorskip("torch")
 hvd: Any = pytest.importorskip("ringreduce.torch")
@@ -106,8 +107,8 @@ def test_values_of_the_program_are_recorded(
         gathering = own.observer._gathering
         assert gathering is not None
         deadline = time.monotonic() + 60
-        told = {other: (100.0 + 2 * other) ** 2 for other in range(size)}
-        while {each["rank"]: each["values"].get("loss", [0.0])[-1] for each in gathering.latest()} != told:
+        told = {other: {"loss": (100.0 + 2 * other) ** 2} for other in range(size)}
+        while last_values(gathering.latest()) != told:
             assert time.monotonic() < deadline
             time.sleep(0.01)  # ranks tell once a second
     rr.barrier()

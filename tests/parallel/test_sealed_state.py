@@ -14,7 +14,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import write_secret
 from ringreduce.common.sealed_files import DISK_VARIABLE, disk_keys
 from ringreduce.elastic.handlers import HandlingState
-from ringreduce.observe.trace_file import read_trace
+from ringreduce.observe.seen.trace_file import read_trace
 from ringreduce.training.data.generators import Generators
 
 KNOWN = b"what nobody else is to read"

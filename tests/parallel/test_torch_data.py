@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 from ringreduce.common.errors import ConfigError, MismatchError  # noqa: E402
-from ringreduce.observe.verdicts import judge  # noqa: E402
+from ringreduce.observe.job.verdicts import judge  # noqa: E402
 
 COUNTS = [0, 1, 3, 4, 7, 12, 13]
 

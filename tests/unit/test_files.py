@@ -18,8 +18,9 @@ from ringreduce.doctor.dumps import diagnose, load
 from ringreduce.launcher.discovery import Discovery
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder
-from ringreduce.observe import job_report
-from ringreduce.observe.trace_file import read_trace
+from ringreduce.observe.job import job_report
+from ringreduce.observe.seen.snapshots import SeenCall, SeenSet, Snapshot
+from ringreduce.observe.seen.trace_file import read_trace
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 
@@ -129,9 +130,8 @@ def test_logs_go_to_a_folder_of_ones_own(tmp_path: Path) -> None:
 def test_a_dump_says_nothing_to_a_terminal(tmp_path: Path) -> None:
     """Nor does a size that nobody has make a list of all ranks."""
     evil = "\x1b]0;title\x07"
-    call = {"number": 1, "collective": evil, "nbytes": 1, "started": 1.0, "ended": None}
-    sets = [{"id": 0, "name": evil, "ranks": [0, 1], "operations": [], "calls": [call]}]
-    said = {"rank": 0, "size": 2, "host": evil, "pid": 1, "time": 0.0, "error": evil, "threads": [], "sets": sets}
+    sets = (SeenSet(0, evil, None, (SeenCall(1, evil, 1, 1.0),)),)
+    said = Snapshot(rank=0, size=2, host=evil, pid=1, time=0.0, error=evil, sets=sets).to_json()
     path = tmp_path / "rank-0.json"
     path.write_text(json.dumps(said))
     assert all(sentence.isprintable() for sentence in diagnose(load(tmp_path)))

@@ -8,18 +8,22 @@ import random
 import re
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from browser import look
 from recorded_ranks import snapshot
 
-from ringreduce.common.errors import TransportError
-from ringreduce.observe.gathering import Gathering
-from ringreduce.observe.job_page import job_page
-from ringreduce.observe.job_view import JobView, last_values, rows, usage
-from ringreduce.observe.reported_values import mean_values
+from ringreduce.common.errors import ConfigError, TransportError
+from ringreduce.observe.job.gathering import Gathering
+from ringreduce.observe.job.host_uses import NetworkRates, usage
+from ringreduce.observe.job.job_view import JobView, last_values, rows
+from ringreduce.observe.out.job_page import job_page
+from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
+from ringreduce.observe.seen.reported_values import mean_values
+from ringreduce.observe.seen.resources import DiskCounters
+from ringreduce.observe.seen.snapshots import RateSample, ReportedValue, SlowRank, Snapshot
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -36,14 +40,20 @@ class Ranks:
         self.messages = [world.messages(rank) for rank in range(size)]
         self.gatherings = [Gathering(each, rank, size) for rank, each in enumerate(self.messages)]
 
-    def tell(self, second: float, *ranks: int, say: Callable[..., dict[str, Any]] = snapshot) -> None:
+    def tell(self, second: float, *ranks: int, say: Callable[..., Snapshot] = snapshot) -> None:
         """Let ranks tell, rank 0 last; none: all of them."""
         for rank in reversed(ranks or range(self.size)):
             self.gatherings[rank].tell(say(rank, self.size, second))
 
 
-def without(found: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if key not in keys}
+def comparable(told: Snapshot) -> Snapshot:
+    """Return it without what is sent less exactly, or not at all."""
+    return replace(told, samples=(), arrived=None, values={}, spent=None)
+
+
+def metrics(view: JobView, *told: Snapshot) -> str:
+    """Return what Prometheus gets."""
+    return prometheus_text(families_of_job(view, told))
 
 
 def test_rank_0_has_what_all_ranks_say():
@@ -52,19 +62,20 @@ def test_rank_0_has_what_all_ranks_say():
     for second in range(14):
         ranks.tell(second + 0.25)
     found = ranks.gatherings[0].latest()
-    assert [each["rank"] for each in found] == [0, 1, 2, 3]
+    assert [each.rank for each in found] == [0, 1, 2, 3]
     for rank, each in enumerate(found):
         expected = snapshot(rank, 4, 13.25)
-        close = {"values", "spent"}
-        assert without(each, "samples", "arrived", *close) == without(expected, "samples", *close)
-        assert each["values"]["loss"] == pytest.approx(expected["values"]["loss"], rel=1e-5)
-        assert [sample[0] for sample in each["samples"]] == [1000.25 + second for second in range(3, 14)]
-        assert abs(each["arrived"] - time.time()) < 60
-    assert [each["time"] for each in ranks.gatherings[0].earlier()] == [1003.25] * 4
+        assert comparable(each) == comparable(expected)
+        assert each.spent == pytest.approx(expected.spent, abs=1e-3)
+        assert each.values["loss"] == pytest.approx(expected.values["loss"], rel=1e-5)
+        assert [sample.time for sample in each.samples] == [1000.25 + second for second in range(3, 14)]
+        assert each.arrived is not None
+        assert abs(each.arrived - time.time()) < 60
+    assert [each.time for each in ranks.gatherings[0].earlier()] == [1003.25] * 4
 
 
 def test_a_note_is_small():
-    """40 kB/s of 256 ranks are 156 bytes of each; a process set of all ranks is not named rank by rank."""
+    """40 kB/s of 256 ranks are 156 bytes of each."""
     ranks = Ranks(256)
     for second in range(6):
         ranks.tell(float(second), 0, 7)
@@ -72,7 +83,6 @@ def test_a_note_is_small():
     for second in range(6, 26):
         ranks.tell(float(second), 0, 7)
     assert (ranks.gatherings[7].nbytes - first) / 20 < 156
-    assert ranks.gatherings[0].latest()[1]["sets"][0]["ranks"] == [*range(256)]
 
 
 def test_a_rank_that_says_nothing_is_missing(monkeypatch: pytest.MonkeyPatch):
@@ -82,12 +92,12 @@ def test_a_rank_that_says_nothing_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(time, "time", lambda: now[0])
     view = JobView(3)
     ranks.tell(0.0, 0, 1)
-    assert view.health(rows(ranks.gatherings[0].latest()))["missing"] == []
+    assert view.health(rows(ranks.gatherings[0].latest())).missing == []
     now[0] += 11.0
     ranks.tell(1.0, 0)
     health = view.health(rows(ranks.gatherings[0].latest()))
-    assert (health["missing"], health["alive"]) == ([1, 2], False)
-    assert 'ringreduce_ranks_missing{job="0123abcd"} 2\n' in view.metrics(ranks.gatherings[0].latest())
+    assert (health.missing, health.alive) == ([1, 2], False)
+    assert 'ringreduce_ranks_missing{job="0123abcd"} 2\n' in metrics(view, *ranks.gatherings[0].latest())
 
 
 def test_a_note_that_is_lost_silences_its_rank_alone():
@@ -97,7 +107,7 @@ def test_a_note_that_is_lost_silences_its_rank_alone():
     ranks.messages[1].post(b"\xff\x00 no note", 0)
     ranks.tell(1.0)
     ranks.tell(2.0)
-    assert [each["time"] for each in ranks.gatherings[0].latest()] == [1002.0, 1000.0, 1002.0]
+    assert [each.time for each in ranks.gatherings[0].latest()] == [1002.0, 1000.0, 1002.0]
 
 
 def test_after_a_note_that_does_not_open_nothing_is_heard():
@@ -112,7 +122,23 @@ def test_after_a_note_that_does_not_open_nothing_is_heard():
     ranks.tell(1.0)
     del ranks.messages[0].poll
     ranks.tell(2.0)
-    assert [each["time"] for each in ranks.gatherings[0].latest()] == [1002.0, 1000.0, 1000.0]
+    assert [each.time for each in ranks.gatherings[0].latest()] == [1002.0, 1000.0, 1000.0]
+
+
+def test_a_snapshot_of_another_version_is_refused(caplog: pytest.LogCaptureFixture):
+    """In one line, which names the versions; the other ranks are shown."""
+    told = snapshot(1, 2, 1.0).to_json()
+    assert Snapshot.from_json(json.loads(json.dumps(told))) == snapshot(1, 2, 1.0)
+    for wrong in ({**told, "version": 99}, {**told, "more": 1}, [], None, {}):
+        with pytest.raises(ConfigError):
+            Snapshot.from_json(wrong)
+    ranks = Ranks(2)
+    ranks.tell(0.0, 1, say=lambda *of_rank: replace(snapshot(*of_rank), version=99))
+    ranks.tell(0.0, 0)
+    assert [each.rank for each in ranks.gatherings[0].latest()] == [0]
+    (record,) = caplog.records
+    assert "rank 1" in record.getMessage()
+    assert "no snapshot of version 1, which this ringreduce reads, but 99" in record.getMessage()
 
 
 def test_one_rank_needs_no_messages():
@@ -120,31 +146,29 @@ def test_one_rank_needs_no_messages():
     alone = Gathering(None, 0, 1)
     for second in (1.0, 2.0):
         alone.tell(snapshot(0, 1, second))
-    assert [each["time"] for each in alone.latest()] == [1002.0]
+    assert [each.time for each in alone.latest()] == [1002.0]
     alone.end(together=True)
 
 
 def test_how_much_of_a_host_is_used():
     """Between two looks, by the host's counters; each host counts once, whatever the number of its ranks."""
     found = usage([snapshot(rank, 12, 20.0) for rank in range(12)], [snapshot(rank, 12, 10.0) for rank in range(12)])
-    assert {name: host["ranks"] for name, host in found.items()} == {"node0": [*range(8)], "node1": [*range(8, 12)]}
+    assert {name: host.ranks for name, host in found.items()} == {"node0": [*range(8)], "node1": [*range(8, 12)]}
     host = found["node1"]
-    assert (host["processor"], host["steal"], host["retransmitted"]) == pytest.approx((0.7, 0.1, 0.01))
-    assert host["interfaces"] == {
-        "eth0": {"rx_nbytes": 1e9, "tx_nbytes": 5e8, "share": pytest.approx(0.8)}
-    }  # the other one is idle
-    assert host["disks"] == {"sda": {"read_nbytes": 1e6, "written_nbytes": 0, "busy_s": pytest.approx(0.2)}}
+    assert (host.processor, host.steal, host.retransmitted) == pytest.approx((0.7, 0.1, 0.01))
+    assert host.interfaces == {"eth0": NetworkRates(1e9, 5e8, pytest.approx(0.8))}, "the other one is idle"
+    assert host.disks == {"sda": DiskCounters(1e6, 0, pytest.approx(0.2))}
     (begun,) = usage([snapshot(0, 1, 10.0)], [snapshot(0, 1, 0.0)]).values()  # from counters that are 0
-    assert (begun["processor"], begun["steal"], begun["retransmitted"]) == pytest.approx((0.7, 0.1, 0.01))
+    assert (begun.processor, begun.steal, begun.retransmitted) == pytest.approx((0.7, 0.1, 0.01))
     (first,) = usage([snapshot(0, 1, 20.0)], []).values()  # nothing earlier is known
-    assert (first["processor"], first["interfaces"], first["memory_nbytes"]) == (None, {}, 12 << 30)
+    assert (first.processor, first.interfaces, first.memory_nbytes) == (None, {}, 12 << 30)
 
 
 def test_values_are_means_over_the_ranks():
     """Of the last that each has reported; ranks that report nothing do not count."""
     told = [snapshot(rank, 3, 1.0) for rank in range(3)]
     assert mean_values(last_values(told).values()) == {"loss": 3.0}
-    del told[2]["values"]
+    told[2] = replace(told[2], values={})
     assert mean_values(last_values(told).values()) == {"loss": 2.5}
 
 
@@ -152,27 +176,34 @@ def test_time_lines_are_bounded():
     """They thin out as the job goes on, and keep their beginning and what they show."""
     view = JobView(1)
     for second in range(3000):
-        view.remember([{**snapshot(0, 1, second + 1.0), "samples": [[0, 0, 0, 0.0], [10.0, 50, 1, 3.0]]}], [])
+        samples = RateSample(0.0, 0, 0, 0.0), RateSample(10.0, 50, 1, 3.0)
+        view.remember([snapshot(0, 1, second + 1.0, samples=samples)], [])
     lines = view.lines()
-    assert set(lines) == {"step", "communication", "waited", "value loss"}
+    assert set(lines) == {"step_seconds", "communication_ratio", "waiting_ratio", "value loss"}
     assert all(300 <= len(line) < 600 and line[0][0] == 1001.0 for line in lines.values())
-    assert lines["step"][-1][1] == pytest.approx(0.2)
-    shares = [lines[name][-1][1] for name in ("communication", "waited")]
+    assert lines["step_seconds"][-1][1] == pytest.approx(0.2)
+    shares = [lines[name][-1][1] for name in ("communication_ratio", "waiting_ratio")]
     assert sum(shares) == pytest.approx(0.3), "of the time, waiting for the last rank is no communication"
-    assert shares[1] == pytest.approx(0.3 * snapshot(0, 1, 3000.0)["spent"]["waiting_s"] / 900)
+    spent = snapshot(0, 1, 3000.0).spent
+    assert spent is not None
+    assert spent.waiting_s is not None
+    assert shares[1] == pytest.approx(0.3 * spent.waiting_s / 900)
 
 
 def page_of(size: int, *, name: str = "loss") -> str:
     """Return the page of a job of a minute, of which one rank waits, one is silent and one has failed."""
 
-    def say(rank: int, size: int, second: float) -> dict[str, Any]:
-        told = snapshot(rank, size, second, began=time.time() - 65.0)
+    def say(rank: int, size: int, second: float) -> Snapshot:
         wave = math.sin(second / 9) + random.Random(second).random() / 3
-        told["values"] = {name: [1.0, 1, 2.0 + wave], "accuracy": [1.0, 1, second / 100]}
-        told["slow"] = [1, "last in 85% of steps, by 40 ms: it loads data", "rank 1 is last in 85% of steps"]
-        if size > 2 and rank == 3:
-            told["error"] = "PeerLostError: rank 2 is lost"
-        return told
+        return snapshot(
+            rank,
+            size,
+            second,
+            began=time.time() - 65.0,
+            values={name: ReportedValue(1.0, 1, 2.0 + wave), "accuracy": ReportedValue(1.0, 1, second / 100)},
+            slow=SlowRank(1, "last in 85% of steps, by 40 ms: it loads data", "rank 1 is last in 85% of steps"),
+            error="PeerLostError: rank 2 is lost" if size > 2 and rank == 3 else None,
+        )
 
     ranks = Ranks(size)
     view = JobView(size, restarts=1)
@@ -182,7 +213,7 @@ def page_of(size: int, *, name: str = "loss") -> str:
     now = ranks.gatherings[0].latest()
     found = rows(now)
     if size > 5:
-        found[5]["age_s"] = 30.0
+        found[5] = replace(found[5], silence_seconds=30.0)
     hosts = usage(now, ranks.gatherings[0].earlier())
     return job_page(view.health(found), found, hosts, lines=view.lines())
 
@@ -213,21 +244,22 @@ def test_what_programs_say_is_shown_as_text():
 def test_a_rank_that_has_made_no_step_is_shown_so():
     """Not as one that makes steps."""
     now = time.time()
-    shown = rows([snapshot(0, 1, 9.0, began=now - 9.0, samples=[[now - 5, 0, 0, 0.0], [now, 0, 0, 0.0]], spent={})])
+    samples = RateSample(now - 5, 0, 0, 0.0), RateSample(now, 0, 0, 0.0)
+    shown = rows([snapshot(0, 1, 9.0, began=now - 9.0, samples=samples, spent=None)])
     page = job_page(JobView(1).health(shown), shown, {}, lines={})
     assert re.findall(r'title="rank (\d+) ([^":]+)', page) == [("0", "has made no step")]
 
 
 def test_metrics_escape_what_programs_say():
     """As OpenMetrics has it."""
-    told = [snapshot(0, 1, 1.0, values={'a "b"\\\n': [1.0, 1, 0.5]})]
-    assert r'ringreduce_value{job="0123abcd",name="a \"b\"\\\n"} 0.5' in JobView(1).metrics(told)
+    told = snapshot(0, 1, 1.0, values={'a "b"\\\n': ReportedValue(1.0, 1, 0.5)})
+    assert r'ringreduce_value{job="0123abcd",name="a \"b\"\\\n"} 0.5' in metrics(JobView(1), told)
 
 
 def test_the_health_is_json():
     """Also before any rank has said anything."""
     view = JobView(2)
-    assert json.loads(json.dumps(view.health([]))) == {
+    assert json.loads(json.dumps(asdict(view.health([])))) == {
         **{"alive": True, "job": None, "command": None, "ranks": 2, "missing": [], "errors": {}, "steps": 0},
         **{"last_step_age_s": None, "restarts": 0, "recoveries": 0},
     }

@@ -122,13 +122,13 @@ def test_without_opentelemetry_the_job_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RINGREDUCE_OTLP", "1")
     for name in ("opentelemetry", *(name for name in sys.modules if name.startswith("opentelemetry."))):
         monkeypatch.setitem(sys.modules, name, None)  # another test may have imported it
-    monkeypatch.delitem(sys.modules, "ringreduce.observe.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "ringreduce.observe.out.otlp", raising=False)
     remedy = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http$"
     with pytest.raises(rr.ConfigError, match=f"RINGREDUCE_OTLP needs OpenTelemetry, .* is not installed: {remedy}"):
         rr.init()
     assert not rr.is_initialized()
-    monkeypatch.setitem(sys.modules, "ringreduce.observe.otlp", ModuleType("otlp"))
-    monkeypatch.setattr(sys.modules["ringreduce.observe.otlp"], "Telemetry", None, raising=False)
+    monkeypatch.setitem(sys.modules, "ringreduce.observe.out.otlp", ModuleType("otlp"))
+    monkeypatch.setattr(sys.modules["ringreduce.observe.out.otlp"], "Telemetry", None, raising=False)
     monkeypatch.setenv("RINGREDUCE_STATUS", "0")
     with pytest.raises(rr.ConfigError, match="unset RINGREDUCE_STATUS=0"):
         rr.init()

@@ -10,7 +10,7 @@ import numpy as np
 
 import ringreduce as rr
 from ringreduce.common.instruments import Tally
-from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.seen.metrics import Metrics
 
 
 def found() -> Metrics:

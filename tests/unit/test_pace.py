@@ -12,8 +12,8 @@ import pytest
 from ringreduce.common.instruments import EngineTally, Pace
 from ringreduce.engine import Engine
 from ringreduce.engine.pacemaker import Pacemaker, Paces, ProcessUsage
-from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.pace import Lasting, find_slow
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.pace import Lasting, find_slow
 from ringreduce.testing import run_engines
 from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.data.shares import Shares

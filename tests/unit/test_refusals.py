@@ -18,7 +18,7 @@ from ringreduce.common.sealed_files import disk_keys
 from ringreduce.elastic.commits import require_seen_by_all
 from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.audit_chain import examine
-from ringreduce.observe.snapshots import folder as status_folder
+from ringreduce.observe.seen.recorder import folder as status_folder
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from ringreduce.observe.resources import Resources
+from ringreduce.observe.seen.resources import DiskCounters, InterfaceCounters, Resources
 
 STAT = """cpu  1000 200 300 4000 50 6 7 80 0 0
 cpu0 500 100 150 2000 25 3 3 40 0 0
@@ -82,17 +83,17 @@ def test_counters_of_the_host(tmp_path: Path):
     found = system(tmp_path, FILES).read()
     ticks = os.sysconf("SC_CLK_TCK")
     times = {"user": 1200, "system": 313, "idle": 4000, "iowait": 50, "steal": 80}
-    assert {f"host_{name}_s": count / ticks for name, count in times.items()}.items() <= found.items()
-    assert (found["sent_segments"], found["retransmitted_segments"], found["swapped_pages"]) == (8000, 70, 42)
-    assert (found["memory_nbytes"], found["memory_limit_nbytes"]) == (600 << 10, 1000 << 10)
-    assert (found["throttled_s"], found["delayed_s"]) == (None, 3.0)
-    assert found["interfaces"] == {
-        "eth0": {"speed_bits": 10_000_000_000, "rx_nbytes": 222222, "tx_nbytes": 333333},
-        "wlan0": {"speed_bits": None, "rx_nbytes": 4, "tx_nbytes": 5},
+    assert {f"host_{name}_s": count / ticks for name, count in times.items()}.items() <= asdict(found).items()
+    assert (found.sent_segments, found.retransmitted_segments, found.swapped_pages) == (8000, 70, 42)
+    assert (found.memory_nbytes, found.memory_limit_nbytes) == (600 << 10, 1000 << 10)
+    assert (found.throttled_s, found.delayed_s) == (None, 3.0)
+    assert found.interfaces == {
+        "eth0": InterfaceCounters(10_000_000_000, 222222, 333333),
+        "wlan0": InterfaceCounters(None, 4, 5),
     }
-    assert found["disks"] == {
-        "sda": {"read_nbytes": 2000 * 512, "written_nbytes": 5000 * 512, "busy_s": 0.7},
-        "dm-0": {"read_nbytes": 8 * 512, "written_nbytes": 0, "busy_s": 0.012},
+    assert found.disks == {
+        "sda": DiskCounters(2000 * 512, 5000 * 512, 0.7),
+        "dm-0": DiskCounters(8 * 512, 0, 0.012),
     }
 
 
@@ -109,18 +110,18 @@ def test_limits_of_control_groups(
 ):
     """The least limit of a group and those above it counts; all of them may keep the process from running."""
     found = system(tmp_path, {**FILES, **files}).read()
-    assert (found["memory_nbytes"], found["memory_limit_nbytes"]) == memory
-    assert found["throttled_s"] == throttled_s
+    assert (found.memory_nbytes, found.memory_limit_nbytes) == memory
+    assert found.throttled_s == throttled_s
 
 
 def test_a_system_that_says_nothing(tmp_path: Path):
     """What cannot be read is None, or empty; nothing fails."""
     found = system(tmp_path, {}).read()
-    unknown = {key for key, value in found.items() if value is None}
+    unknown = {key for key, value in asdict(found).items() if value is None}
     host = {"host_user_s", "host_system_s", "host_idle_s", "host_iowait_s", "host_steal_s", "swapped_pages"}
     host |= {"memory_nbytes", "memory_limit_nbytes", "sent_segments", "retransmitted_segments"}
     assert unknown == {*host, "throttled_s", "delayed_s"}
-    assert (found["interfaces"], found["disks"]) == ({}, {})
+    assert (found.interfaces, found.disks) == ({}, {})
 
 
 def test_this_process_as_psutil_sees_it():
@@ -131,12 +132,14 @@ def test_this_process_as_psutil_sees_it():
     found = Resources().read()
     after = me.cpu_times(), psutil.net_io_counters(pernic=True)
     tick = 1 / os.sysconf("SC_CLK_TCK")
-    assert before[0].user - tick <= found["user_s"] <= after[0].user + tick
-    assert before[0].system - tick <= found["system_s"] <= after[0].system + tick
-    assert found["cores"] == me.cpu_affinity()
-    assert abs(found["resident_nbytes"] - me.memory_info().rss) < 16 << 20
-    for name, each in found["interfaces"].items():
-        assert before[1][name].bytes_recv <= each["rx_nbytes"] <= after[1][name].bytes_recv
+    assert found.user_s is not None
+    assert found.system_s is not None
+    assert before[0].user - tick <= found.user_s <= after[0].user + tick
+    assert before[0].system - tick <= found.system_s <= after[0].system + tick
+    assert [*found.cores] == me.cpu_affinity()
+    assert abs(found.resident_nbytes - me.memory_info().rss) < 16 << 20
+    for name, each in found.interfaces.items():
+        assert before[1][name].bytes_recv <= each.rx_nbytes <= after[1][name].bytes_recv
 
 
 def test_pauses_of_the_garbage_collector():

@@ -26,9 +26,9 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import Secret, write_secret
 from ringreduce.common.sealed_files import DISK_VARIABLE, PLAIN, KeyFile, disk_keys
 from ringreduce.elastic import CommitStore
-from ringreduce.observe.snapshots import FlightRecorder
-from ringreduce.observe.timeline import JobClock, Timeline
-from ringreduce.observe.trace_file import TraceFile, collect, read_trace
+from ringreduce.observe.seen.recorder import FlightRecorder
+from ringreduce.observe.seen.timeline import JobClock, Timeline
+from ringreduce.observe.seen.trace_file import TraceFile, collect, read_trace
 
 PIECE = 1 << 20
 RAW = bytes(range(32))

@@ -9,6 +9,7 @@ import socket
 import sys
 from base64 import b64encode
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,15 +20,16 @@ from recorded_ranks import snapshot
 from ringreduce.cli import main, reports
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
-from ringreduce.observe.gathering import Gathering
-from ringreduce.observe.job_server import serve_job
-from ringreduce.observe.job_view import JobView
-from ringreduce.observe.metrics import Metrics
+from ringreduce.observe.job.gathering import Gathering
+from ringreduce.observe.job.job_view import JobView
 from ringreduce.observe.observer import Observer
-from ringreduce.observe.serving import Answer, TextServer, ask, job_token
-from ringreduce.observe.snapshots import FlightRecorder
-from ringreduce.observe.step_clock import Spent, StepClock
-from ringreduce.observe.timeline import JobClock
+from ringreduce.observe.out.job_server import serve_job
+from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
+from ringreduce.observe.out.serving import Answer, TextServer, ask, job_token
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.recorder import FlightRecorder
+from ringreduce.observe.seen.step_clock import Spent, StepClock
+from ringreduce.observe.seen.timeline import JobClock
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -77,7 +79,7 @@ def test_metrics_of_a_program_without_steps(place: Path):
     told = recorder.write_status()
     recorder.end_status()
     assert told is not None
-    text = JobView(1).metrics([told])
+    text = prometheus_text(families_of_job(JobView(1), [told]))
     assert 'ringreduce_steps_total{job="j",rank="0"} 0' in text
     assert "ringreduce_resident_memory_bytes" in text
     assert "ringreduce_spent_seconds" not in text
@@ -86,9 +88,9 @@ def test_metrics_of_a_program_without_steps(place: Path):
 def test_a_metric_that_cannot_be_made_is_left_out_and_the_others_come(caplog: pytest.LogCaptureFixture):
     """And said once."""
     told = snapshot(0, 1, 60.0)
-    told["resources"]["gc_pause_s"] = "no number"
+    told = replace(told, resources=replace(told.resources, gc_pause_s="no number"))
     for _ in range(2):
-        text = JobView(1).metrics([told])
+        text = prometheus_text(families_of_job(JobView(1), [told]))
     assert "ringreduce_garbage_collection_seconds" not in text
     assert "ringreduce_steps_total" in text
     assert "ringreduce_disk_busy_seconds_total" in text
@@ -268,7 +270,7 @@ class Unsent:
 def test_sealed_messages_are_not_collected_in_the_open(monkeypatch: pytest.MonkeyPatch, name: str):
     """By a collector on another host: its address must be one of https; one on this host is none."""
     config = Config(otlp=True, key_file="/keys/key")
-    monkeypatch.setitem(sys.modules, "ringreduce.observe.otlp", SimpleNamespace(Telemetry=Unsent))
+    monkeypatch.setitem(sys.modules, "ringreduce.observe.out.otlp", SimpleNamespace(Telemetry=Unsent))
     monkeypatch.setenv(name, "http://collector:4318/v1")
     with pytest.raises(ConfigError, match=r"would go to http://collector:4318/v1 unencrypted: let OTEL_EXPORTER"):
         observed(config)

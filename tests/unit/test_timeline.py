@@ -23,9 +23,9 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import Engine, Reduction
-from ringreduce.observe import timeline as module
-from ringreduce.observe.timeline import JobClock, Timeline, distance
-from ringreduce.observe.trace_file import collect
+from ringreduce.observe.seen import timeline as module
+from ringreduce.observe.seen.timeline import JobClock, Timeline, distance
+from ringreduce.observe.seen.trace_file import collect
 from ringreduce.testing import run_engines, run_threads
 from ringreduce.transport.memory import MemoryWorld
 
@@ -139,7 +139,7 @@ def test_nothing_but_the_file_is_there_in_the_end(path: Path, begin: Callable[..
 
 KILLED = """
 import os, signal, sys
-from ringreduce.observe.timeline import JobClock, Timeline
+from ringreduce.observe.seen.timeline import JobClock, Timeline
 timelines = [Timeline(sys.argv[1], JobClock("job", 0.0), 1, rank, "host", mark_batches=False) for rank in (0, 1)]
 for timeline in reversed(timelines):
     timeline.span("work", 0.0, 1.0, 1)
@@ -354,7 +354,7 @@ def test_a_trace_that_has_given_way_is_not_written(
 
 FULL_DISK = """
 import logging, resource, sys
-from ringreduce.observe.timeline import JobClock, Timeline
+from ringreduce.observe.seen.timeline import JobClock, Timeline
 
 path, limit = sys.argv[1], int(sys.argv[2])
 logging.basicConfig(format="logged: %(message)s")
@@ -390,7 +390,7 @@ def test_a_disk_that_is_full_from_the_start_is_refused(path: Path) -> None:
     """No part of a trace is left."""
     source = """
 import resource, sys
-from ringreduce.observe.timeline import JobClock, Timeline
+from ringreduce.observe.seen.timeline import JobClock, Timeline
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 Timeline(sys.argv[1], JobClock("job", 0.0), 1, 0, "host", mark_batches=False)
 """

@@ -18,15 +18,16 @@ from click.testing import CliRunner
 import ringreduce as rr
 from ringreduce.cli import main
 from ringreduce.common.instruments import Pace
-from ringreduce.observe.host_uses import uses_of
-from ringreduce.observe.job_report import figures_of, report_of
-from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.pace import Slow
-from ringreduce.observe.reported_values import ReportedValues
-from ringreduce.observe.resources import Resources
-from ringreduce.observe.snapshots import FlightRecorder
-from ringreduce.observe.step_clock import Lap, Spent, StepClock
-from ringreduce.observe.verdicts import RULES, Figures, HostUse, in_words, judge
+from ringreduce.observe.job.host_uses import uses_of
+from ringreduce.observe.job.job_report import figures_of, report_of
+from ringreduce.observe.job.verdicts import RULES, Figures, HostUse, in_words, judge
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.pace import Slow
+from ringreduce.observe.seen.recorder import FlightRecorder
+from ringreduce.observe.seen.reported_values import ReportedValues
+from ringreduce.observe.seen.resources import Counters, DiskCounters, InterfaceCounters, Resources
+from ringreduce.observe.seen.snapshots import Snapshot, UsedResources
+from ringreduce.observe.seen.step_clock import Lap, Spent, StepClock
 
 #: Steps of 0.1 s, of which a healthy job computes most.
 HEALTHY = Figures(
@@ -371,39 +372,33 @@ def test_ranks_that_share_too_few_cores_are_named(cores: tuple[tuple[int, ...], 
     assert list(found.crowds) == crowds
 
 
-def snapshot(rank: int, host: str, time: float, **resources: Any) -> dict[str, Any]:
-    return {"rank": rank, "host": host, "time": time, "resources": resources}
+def snapshot(rank: int, host: str, time: float, resources: Counters, **more: Any) -> Snapshot:
+    return Snapshot(rank=rank, size=4, host=host, pid=1, time=time, resources=resources, **more)
 
 
 def test_uses_of_hosts_are_those_of_the_time_of_steps() -> None:
     """Of counters that grow; what the system does not say, and interfaces without a speed, are left out."""
-    then: dict[str, Any] = {
-        "interfaces": {
-            "eth0": {"speed_bits": 1e9, "rx_nbytes": 100, "tx_nbytes": 0},
-            "lo": {"speed_bits": None, "rx_nbytes": 0, "tx_nbytes": 0},
-        },
-        "disks": {"sda": {"read_nbytes": 0, "written_nbytes": 0, "busy_s": 5.0}},
-        "host_user_s": 10.0, "host_idle_s": 10.0, "host_steal_s": 0.0, "host_iowait_s": None, "throttled_s": 1.0,
-        "gc_pause_s": 0.0, "sent_segments": 0, "retransmitted_segments": 0, "swapped_pages": 7, "major_faults": 0,
-    }  # fmt: skip
-    now = then | {
-        "interfaces": {
-            "eth0": {"speed_bits": 1e9, "rx_nbytes": 100, "tx_nbytes": 10**9},
-            "lo": {"speed_bits": None, "rx_nbytes": 10**12, "tx_nbytes": 0},
-        },
-        "disks": {"sda": {"read_nbytes": 0, "written_nbytes": 0, "busy_s": 9.0}},
-        "host_user_s": 14.0, "host_idle_s": 15.0, "host_steal_s": 1.0, "throttled_s": 3.0, "gc_pause_s": 0.5,
-        "sent_segments": 5000, "retransmitted_segments": 100, "swapped_pages": 10, "major_faults": 20,
-        "memory_nbytes": 3, "memory_limit_nbytes": 4,
-    }  # fmt: skip
-    first = snapshot(0, "h1", 100.0, **then)
+    then = Counters(
+        interfaces={"eth0": InterfaceCounters(10**9, 100, 0), "lo": InterfaceCounters(None, 0, 0)},
+        disks={"sda": DiskCounters(0, 0, 5.0)},
+        host_user_s=10.0, host_idle_s=10.0, host_steal_s=0.0, host_iowait_s=None, throttled_s=1.0,
+        gc_pause_s=0.0, sent_segments=0, retransmitted_segments=0, swapped_pages=7, major_faults=0,
+    )  # fmt: skip
+    now = replace(
+        then,
+        interfaces={"eth0": InterfaceCounters(10**9, 100, 10**9), "lo": InterfaceCounters(None, 10**12, 0)},
+        disks={"sda": DiskCounters(0, 0, 9.0)},
+        host_user_s=14.0, host_idle_s=15.0, host_steal_s=1.0, throttled_s=3.0, gc_pause_s=0.5,
+        sent_segments=5000, retransmitted_segments=100, swapped_pages=10, major_faults=20,
+        memory_nbytes=3, memory_limit_nbytes=4,
+    )  # fmt: skip
+    first = UsedResources("h1", 100.0, then)
     told = [
-        snapshot(0, "h1", 110.0, **(now | {"gc_pause_s": 0.1, "major_faults": 0})) | {"first": first, "last": None},
+        snapshot(0, "h1", 110.0, replace(now, gc_pause_s=0.1, major_faults=0), first=first),
         # This rank makes no steps any more, and what it does since is not counted.
-        snapshot(1, "h1", 130.0, **(now | {"gc_pause_s": 20.0}))
-        | {"first": first, "last": snapshot(1, "h1", 110.0, **now)},
-        {"rank": 2, "host": "h2", "time": 9.0, "first": None, "last": None},
-        snapshot(3, "h3", 100.0, **now) | {"first": snapshot(3, "h3", 100.0, **then), "last": None},
+        snapshot(1, "h1", 130.0, replace(now, gc_pause_s=20.0), first=first, last=UsedResources("h1", 110.0, now)),
+        snapshot(2, "h2", 9.0, now),
+        snapshot(3, "h3", 100.0, now, first=UsedResources("h3", 100.0, then)),
     ]
     assert uses_of(told) == [
         HostUse(
@@ -420,12 +415,12 @@ def test_what_comes_before_the_first_step_or_after_the_last_is_no_use(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     now = {"time": 0.0, "gc_pause_s": 0.0}
     monkeypatch.setattr(time, "time", lambda: now["time"])
-    monkeypatch.setattr(Resources, "read", lambda self: {"gc_pause_s": now["gc_pause_s"], "resident_nbytes": 0})
+    monkeypatch.setattr(Resources, "read", lambda self: Counters(gc_pause_s=now["gc_pause_s"]))
     recorder = FlightRecorder(0, 1, None, [])
     recorder.step_clock = StepClock(Spent)
     recorder.begin_status("j", lambda: Metrics.of([], []))
 
-    def spend(seconds: float, collecting_s: float, steps: int) -> dict[str, Any]:
+    def spend(seconds: float, collecting_s: float, steps: int) -> Snapshot:
         now["time"] += seconds
         now["gc_pause_s"] += collecting_s
         recorder.count(steps, 0)
@@ -576,11 +571,11 @@ def test_values_are_summed_until_they_are_taken() -> None:
     for each in (1, 2.5, np.float32(3), np.ones((1, 1))):
         values.add("loss", each)
     values.add("rate", 0.5)
-    assert values.take() == {"loss": [7.5, 4, 1.0], "rate": [0.5, 1, 0.5]}
-    assert values.take() == {"loss": [0.0, 0, 1.0], "rate": [0.0, 0, 0.5]}
+    assert values.take() == {"loss": (7.5, 4, 1.0), "rate": (0.5, 1, 0.5)}
+    assert values.take() == {"loss": (0.0, 0, 1.0), "rate": (0.0, 0, 0.5)}
     for _ in range(5000):
         values.add("loss", 2.0)
-    assert values.take()["loss"] == [10_000.0, 5000, 2.0]
+    assert values.take()["loss"] == (10_000.0, 5000, 2.0)
     assert values.last() == {"loss": 2.0, "rate": 0.5}
 
 

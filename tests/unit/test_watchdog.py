@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 import ringreduce as rr
 from ringreduce.cli import main
-from ringreduce.observe.watchdog import Activity, Watchdog
+from ringreduce.observe.job.watchdog import Watchdog
+from ringreduce.observe.seen.activity import Activity, main_thread_place
+from ringreduce.observe.seen.snapshots import SeenCall, SeenSet, Snapshot
 
 
 class Job:
@@ -20,7 +21,7 @@ class Job:
         self.now_s = 0.0
         self.progress = [5, 5]
         self.busy: list[str | None] = [None, None]
-        self.calls: list[list[dict[str, Any]]] = [[], []]
+        self.calls: list[tuple[SeenCall, ...]] = [(), ()]
         self.arrived_s = 0.0  # of rank 1, ago
         self.begun = True
         self.watchdog = Watchdog(10.0, 60.0, 2, lambda: self.now_s)
@@ -29,22 +30,17 @@ class Job:
         self.now_s += seconds
         return self.watchdog.look(
             [
-                {
-                    "rank": rank, "time": time.time(), "arrived": time.time() - self.arrived_s * rank,
-                    "progress": self.progress[rank], "begun": self.begun, "busy": self.busy[rank],
-                    "place": f"train.py:{rank} in load",
-                    "sets": [
-                        {"id": 0, "name": "world", "ranks": [0, 1], "calls": self.calls[rank], "operations": []}
-                    ],
-                }
+                Snapshot(
+                    rank=rank, size=2, host="h", pid=1, time=time.time(), arrived=time.time() - self.arrived_s * rank,
+                    progress=self.progress[rank], begun=self.begun, busy=self.busy[rank],
+                    place=f"train.py:{rank} in load", sets=(SeenSet(0, "world", None, self.calls[rank]),),
+                )
                 for rank in range(ranks)
             ]
         )  # fmt: skip
 
-    def call(self, number: int, *, ended: bool) -> list[dict[str, Any]]:
-        return [
-            {"number": number, "collective": "allreduce", "nbytes": 8, "started": 1.0, "ended": 2.0 if ended else None}
-        ]
+    def call(self, number: int, *, ended: bool) -> tuple[SeenCall]:
+        return (SeenCall(number, "allreduce", 8, 1.0, 2.0 if ended else None),)
 
 
 def test_a_stall_is_said_once_and_again_after_progress() -> None:
@@ -122,13 +118,11 @@ def test_the_cause_is_the_rank_that_does_not_come() -> None:
 def test_a_rank_tells_what_it_is_busy_with_and_where_it_is() -> None:
     """The innermost of several; its place is in the program's own code, here this test."""
     activity = Activity()
-    assert activity.told(0, 4)["busy"] is None
+    assert activity.now() is None
     with activity.busy("epoch end"), activity.busy("evaluation"):
-        told = activity.told(3, 4)
-    assert (told["progress"], told["begun"], told["busy"]) == (7, True, "evaluation")
-    assert "test_watchdog.py" in told["place"]
-    assert activity.told(0, 4)["begun"] is False
-    assert activity.told(4, 0)["busy"] is None
+        assert activity.now() == "evaluation"
+    assert activity.now() is None
+    assert "test_watchdog.py" in main_thread_place()
 
 
 def test_busy_is_for_programs_with_and_without_a_world() -> None:

@@ -14,12 +14,13 @@ from recorded_ranks import snapshot
 from ringreduce.common.instruments import EngineTally
 from ringreduce.doctor.trace_report import report, waited_for
 from ringreduce.engine.pacemaker import Paces
-from ringreduce.observe.job_page import job_page
-from ringreduce.observe.job_report import figures_of
-from ringreduce.observe.job_view import JobView, rows
-from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.step_clock import Lap, Spent
-from ringreduce.observe.verdicts import judge
+from ringreduce.observe.job.job_report import figures_of
+from ringreduce.observe.job.job_view import JobView, rows
+from ringreduce.observe.job.verdicts import judge
+from ringreduce.observe.out.job_page import job_page
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.snapshots import SlowRank
+from ringreduce.observe.seen.step_clock import Lap, Spent
 
 STEPS = 512
 USUAL_S = 0.05
@@ -148,9 +149,9 @@ def test_who_must_be_named(name: str) -> None:
     # `top` and the page look at the last 128 steps, so in these the job is to be as in all.
     tally.before.clear()
     slow = Metrics.of([], [(tally, 0.0, ranks, [ranks])]).slow
-    told = None if slow is None else [slow.rank, slow.lateness, slow.words()]
+    told = None if slow is None else SlowRank(slow.rank, slow.lateness, slow.words())
     shown = rows([snapshot(rank, case.size, 10.0, began=time.time() - 10.0, slow=told) for rank in ranks])
-    assert [each["rank"] for each in shown if each["waiting"]] == [each for each in ranks if each == case.named]
+    assert [each.rank for each in shown if each.waiting] == [each for each in ranks if each == case.named]
     page = job_page(JobView(case.size).health(shown), shown, {}, lines={})
     awaited = [rank for rank in ranks if f'title="rank {rank} is waited for' in page]
     assert awaited == [each for each in ranks if each == case.named]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
-from ringreduce.observe.pace import Lasting
+from ringreduce.observe.seen.pace import Lasting
 from ringreduce.runtime import global_process_set
 from ringreduce.training.binding.framework import Memory, Named
 from ringreduce.training.data.shares import Shares

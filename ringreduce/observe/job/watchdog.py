@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ringreduce.common.errors import name_ranks
-from ringreduce.observe.waits import place_in_program, places_in_words, waits
+from ringreduce.observe.job.waits import places_in_words, waits
+from ringreduce.observe.seen.snapshots import Snapshot
 
 _SILENT_S = 5.0  # of a rank that tells of itself every second
 _SHOWN = 4  # ranks whose places are said
-
-
-class Activity:
-    """Whether this rank is busy with something that makes no steps, and where its main thread is."""
-
-    def __init__(self) -> None:
-        self._busy: list[str] = []
-
-    @contextmanager
-    def busy(self, what: str) -> Iterator[None]:
-        """Return a context in which no progress of this rank is expected."""
-        self._busy.append(what)
-        try:
-            yield
-        finally:
-            self._busy.remove(what)
-
-    def told(self, made: int, calls: int) -> dict[str, Any]:
-        """Return what a `Watchdog` needs of a snapshot; ``made``: steps and reports."""
-        return {
-            "progress": made + calls,
-            "begun": made > 0,
-            "busy": self._busy[-1] if self._busy else None,
-            "place": _main_thread_place(),
-        }
 
 
 class Watchdog:
@@ -62,43 +33,32 @@ class Watchdog:
         self._moved: list[tuple[int, int]] = []
         self._has_said = False
 
-    def look(self, snapshots: Sequence[dict[str, Any]]) -> str | None:
+    def look(self, snapshots: Sequence[Snapshot]) -> str | None:
         """Return what the job waits for, in a paragraph, if it stalls and that was not said yet."""
         now_s = self._clock()
-        moved = [(each["rank"], each["progress"]) for each in snapshots]
-        if moved != self._moved or any(each["busy"] for each in snapshots):
+        moved = [(each.rank, each.progress) for each in snapshots]
+        if moved != self._moved or any(each.busy for each in snapshots):
             self._moved = moved
             self._since_s = now_s
             self._has_said = False
-        limit_s = self._limit_s if any(each["begun"] for each in snapshots) else self._first_s
+        limit_s = self._limit_s if any(each.begun for each in snapshots) else self._first_s
         if self._has_said or now_s - self._since_s < limit_s:
             return None
         self._has_said = True
         return f"no rank has made a step, a collective or a report for {limit_s:g} s. {self._cause(snapshots)}"
 
-    def _cause(self, snapshots: Sequence[dict[str, Any]]) -> str:
+    def _cause(self, snapshots: Sequence[Snapshot]) -> str:
         """Return the likely cause."""
-        ranks = {each["rank"]: each for each in snapshots}
+        ranks = {each.rank: each for each in snapshots}
         now = time.time()
         silent = [rank for rank in range(self._size) if rank not in ranks]
-        silent += [rank for rank, each in ranks.items() if now - each.get("arrived", each["time"]) > _SILENT_S]
+        silent += [rank for rank, each in ranks.items() if each.age_s(now) > _SILENT_S]
         if silent:
             return f"{name_ranks(sorted(silent))} told nothing: stopped, lost, or in code that holds Python"
-        places = {rank: each["place"] for rank, each in ranks.items()}
+        places = {rank: each.place for rank, each in ranks.items()}
         for wait in waits(ranks):
             if wait.absent:
                 return wait.in_words() + places_in_words(places, wait.absent[:_SHOWN])
             if wait.is_call:
                 return f"{wait.in_words()}: look at the network, and at who has left before"
         return f"no rank waits for another{places_in_words(places, sorted(ranks)[:_SHOWN])}"
-
-
-def _main_thread_place() -> str:
-    """Return where the main thread is in the program's own code, without the text of the line: no file is read."""
-    ident = threading.main_thread().ident
-    frame = None if ident is None else sys._current_frames().get(ident)
-    if frame is None:
-        return ""
-    return place_in_program(
-        (each.f_code.co_filename, line, each.f_code.co_name, "") for each, line in traceback.walk_stack(frame)
-    )

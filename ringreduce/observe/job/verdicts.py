@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.quantities import format_seconds, plural
-from ringreduce.observe.pace import Slow
+from ringreduce.observe.seen.pace import Slow
 
-_SLOW = 0.1  # of a step that the others wait for a slow rank; see `ringreduce.observe.pace`
+_SLOW = 0.1  # of a step that the others wait for a slow rank; see `ringreduce.observe.seen.pace`
 _SUBSTANTIAL = 0.2  # of a step: less is usual
 _FULL = 0.8  # of the speed of a network, or of the time of a disk
 _ALIKE = 0.9  # of the largest figure of any host

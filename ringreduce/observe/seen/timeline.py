@@ -1,7 +1,7 @@
 """The timeline: what this job's ranks did and when, as one trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Times are on one clock: that of rank 0, whose distance the ranks measure in `init`. `ringreduce.observe.trace_file` says
-how the ranks write one file.
+Times are on one clock: that of rank 0, whose distance the ranks measure in `init`.
+`ringreduce.observe.seen.trace_file` says how the ranks write one file.
 
 The format is the JSON array of the Trace Event Format. Each rank is a process in it, with two rows of nested spans for
 each process set: blocking collectives, and what the engine carries out. Collectives contain their steps. Asynchronous
@@ -30,7 +30,7 @@ from typing import Any
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.instruments import Instrument
 from ringreduce.common.sealed_files import PLAIN, KeyFile
-from ringreduce.observe.trace_file import TraceFile
+from ringreduce.observe.seen.trace_file import TraceFile
 from ringreduce.transport.messages import Messages, exchange_json
 
 _log = logging.getLogger(__name__)

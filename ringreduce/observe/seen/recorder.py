@@ -1,37 +1,9 @@
 """What a rank has done last and does now: shown by `ringreduce top`, and written down when something goes wrong.
 
 The last calls and operations of every communicator are kept as they come (`Instruments`), at the cost of a list each.
-A snapshot of them is JSON:
-
-    rank, size, host, pid, time, error      who, when (seconds since 1970), and why
-    sets[]                                  process sets, and groups of torch.distributed: id, name, ranks,
-      calls[]                               blocking collectives: number, collective, nbytes, started, ended
-      operations[]                          named ones: name, signature, place, submitted, started, ended, error
-
-A time that has not come is null. When something goes wrong, ranks write it into a folder, ``rank-3.json``, for
-`ringreduce doctor --dump FOLDER` and for people, with
-
-    threads[]                               name, and stack[]: file, line, function, text; the innermost last
-
-For `ringreduce top`, each rank has a file ``JOB.RANK.json`` in a folder of this user's (`folder`), on its machine. It
-is removed with the world, and has the last call and the operation that waits longest to start, and
-
-    job, command                            the job is a word that its ranks share
-    began                                   seconds since 1970
-    stepped                                 when it made its last step; else when it began
-    samples[]                               [time, steps, samples, seconds spent in communication], the oldest first
-    nbytes                                  resident memory
-    resources                               counters of this process and its host; see `Resources.read`
-    first, last                             host, time and resources at the end of the first step, and about that of the
-                                            last one, if no step was made since the snapshot before; null
-    spent{}                                 seconds since the first step: steps_s, input_s, communication_s, and of that
-                                            waiting_s for the last rank; empty before it
-    progress, begun, busy, place            steps, collectives and reports; whether there was a step or a report; with
-                                            what it is busy, or null; where it is
-    values{}                                by name, of what the program reports: the sum of what came since the last
-                                            snapshot, how many that were, and the last value
-    slow                                    [rank, text, sentence]: for whom the others wait in recent training steps,
-                                            how often and why; rank -1: several, in turn or at once; null
+When something goes wrong, ranks write a snapshot with the stacks of their threads into a folder, ``rank-3.json``, for
+`ringreduce doctor --dump FOLDER` and for people. For `ringreduce top`, each rank has a file ``JOB.RANK.json`` in a
+folder of this user's (`folder`), on its machine, which is removed with the world.
 """
 
 from __future__ import annotations
@@ -48,9 +20,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,18 +30,27 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common import processes
 from ringreduce.common.call_sites import place_of
 from ringreduce.common.config import runtime_folder
-from ringreduce.common.errors import CollectiveTimeoutError, ForeignFileError
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, ForeignFileError
 from ringreduce.common.files import replace_file
 from ringreduce.common.sealed_files import PLAIN
-from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.reported_values import ReportedValues
-from ringreduce.observe.resources import Resources
-from ringreduce.observe.step_clock import Spent, StepClock
-from ringreduce.observe.watchdog import Activity
+from ringreduce.observe.seen.activity import Activity, main_thread_place
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.reported_values import ReportedValues
+from ringreduce.observe.seen.resources import Resources
+from ringreduce.observe.seen.snapshots import (
+    RateSample,
+    SeenCall,
+    SeenFrame,
+    SeenOperation,
+    SeenSet,
+    SeenThread,
+    SlowRank,
+    Snapshot,
+    UsedResources,
+)
+from ringreduce.observe.seen.step_clock import Spent, StepClock
 
 _log = logging.getLogger(__name__)
-
-Snapshot = dict[str, Any]
 
 #: How long ranks of a node have to write down what they do, before one that waited in vain ends them.
 _DUMPING_S = 0.5
@@ -112,7 +93,7 @@ class FlightRecorder:
         values: what the program has reported.
         activity: what a watchdog needs to know.
         step_clock: when it has made these steps; None: nothing was said about its time.
-        told: the last snapshot for `ringreduce top`; empty: there is none yet.
+        told: the last snapshot for `ringreduce top`; None: there is none yet.
         failure: the first error after which no call was possible in one of these.
     """
 
@@ -123,7 +104,7 @@ class FlightRecorder:
         self.values = ReportedValues()
         self.step_clock: StepClock | None = None
         self.activity = Activity()
-        self.told: Snapshot = {}
+        self.told: Snapshot | None = None
         self.failure: BaseException | None = None
         self._rank = rank
         self._size = size
@@ -133,11 +114,11 @@ class FlightRecorder:
         self._status: Path | None = None  # the file for `ringreduce top`, of this process
         self._metrics: Callable[[], Metrics] | None = None
         self._pid = os.getpid()
-        self._samples: deque[list[float]] = deque(maxlen=_REMEMBERED)
+        self._samples: deque[RateSample] = deque(maxlen=_REMEMBERED)
         self._stepped = 0.0
         self._resources = Resources()
-        self._first: Snapshot | None = None  # what was used until the end of the first step
-        self._last: tuple[int, Snapshot | None] = 0, None  # the steps at the last look that found new ones, and the use
+        self._first: UsedResources | None = None  # until the end of the first step
+        self._last: tuple[int, UsedResources | None] = 0, None  # the steps at the last look that found new ones
 
     def watch(self, observed: Observed) -> None:
         """Record what this rank does as a member of something more."""
@@ -153,7 +134,7 @@ class FlightRecorder:
             return
         self._stepped = time.time()
         if self._first is None and self._metrics is not None:
-            self._first = self._counters()
+            self._first = self._used()
         if self.step_clock is not None:
             self.step_clock.look(self.steps, self.samples)
 
@@ -169,25 +150,26 @@ class FlightRecorder:
         Args:
             brief: leave out all but the last call of each set and the operation that waits longest.
         """
-        return {
-            "rank": self._rank,
-            "size": self._size,
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "time": time.time(),
-            "error": None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
-            "sets": [
-                {
-                    "id": each.id,
-                    "name": each.name,
-                    "ranks": list(each.ranks),
-                    "calls": _calls(each.communicators["blocking"], brief),
-                    "operations": _operations(each.communicators.get("asynchronous"), brief),
-                }
+        everyone = [*range(self._size)]
+        return Snapshot(
+            rank=self._rank,
+            size=self._size,
+            host=platform.node(),
+            pid=os.getpid(),
+            time=time.time(),
+            error=None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
+            sets=tuple(
+                SeenSet(
+                    each.id,
+                    each.name,
+                    None if [*each.ranks] == everyone else tuple(each.ranks),
+                    _calls(each.communicators["blocking"], brief),
+                    _operations(each.communicators.get("asynchronous"), brief),
+                )
                 for each in self.observed
                 if each.is_open()
-            ],
-        }
+            ),
+        )
 
     def dump(self, folder: str | os.PathLike[str]) -> Path:
         """Write down what this rank has done last; returns the file. Local; takes no lock.
@@ -202,7 +184,8 @@ class FlightRecorder:
         path = Path(folder)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path /= f"rank-{self._rank}.json"
-        said = json.dumps({**self.snapshot(brief=False), "threads": _threads()}, indent=1).encode()
+        snapshot = replace(self.snapshot(brief=False), threads=_threads())
+        said = json.dumps(snapshot.to_json(), indent=1).encode()
         _write(path, lambda file: self.keys.write(file, path.name, lambda inner: inner.write(said)))
         return path
 
@@ -217,13 +200,15 @@ class FlightRecorder:
             ConfigError, OSError: there is no folder for it.
         """
         self._stepped = time.time()
-        self._common = {"job": job, "command": sys.orig_argv, "began": self._stepped}
-        self._common["process_began"] = processes.began(self._pid)  # or another of its number would seem to be this one
+        self._job = job
+        self._began = self._stepped
+        self._process_began = processes.began(self._pid)  # or another of its number would seem to be this one
         self._metrics = metrics
         self._resources.begin()
         path = folder() / f"{job}.{self._rank}.json"
         if self._rank == 0:
-            read_all()
+            for _ in _living():
+                pass
         self._status = path
 
     def write_status(self) -> Snapshot | None:
@@ -232,56 +217,58 @@ class FlightRecorder:
         metrics = self._metrics
         if metrics is None:
             return None
-        said = self.snapshot(brief=True)
+        snapshot = self.snapshot(brief=True)
+        now_s = snapshot.time
         total = metrics()
         spent = self.spent(total.waited_s, 0.0)
-        spent_s = spent.waited_s + spent.blocking_s
-        under_way = [call for each in said["sets"] for call in each["calls"] if call["ended"] is None]
-        spent_s += sum(said["time"] - call["started"] for call in under_way)
-        counters = self._counters()
+        under_way = [call for each in snapshot.sets for call in each.calls if call.ended is None]
+        spent_s = spent.waited_s + spent.blocking_s + sum(now_s - call.started for call in under_way)
+        used = self._used()
         is_new = self.steps > self._last[0]
         if is_new:
-            self._last = self.steps, counters
-        resources = counters["resources"]
-        self._samples.append([said["time"], self.steps, self.samples, spent_s])
-        more = {
-            "stepped": self._stepped,
-            "samples": list(self._samples),
-            "nbytes": resources["resident_nbytes"],
-            "resources": resources,
-            "first": self._first,
-            "last": None if is_new else self._last[1],
-            "values": self.values.take(),
-            **self.activity.told(self.steps + self.values.count, self._calls()),
-            "spent": self._of_steps(total),
-            "slow": None if total.slow is None else [total.slow.rank, total.slow.lateness, total.slow.words()],
-        }
-        status = {**said, **self._common, **more}
+            self._last = self.steps, used
+        self._samples.append(RateSample(now_s, self.steps, self.samples, spent_s))
+        reported = self.steps + self.values.count
+        waiting_s = total.paces[self._rank].waited_s if self._rank in total.paces else None
+        slow = total.slow
+        status = replace(
+            snapshot,
+            job=self._job,
+            command=tuple(sys.orig_argv),
+            began=self._began,
+            process_began=self._process_began,
+            stepped=self._stepped,
+            samples=tuple(self._samples),
+            resources=used.resources,
+            first=self._first,
+            last=None if is_new else self._last[1],
+            spent=None if self.step_clock is None else self.step_clock.until_now(waiting_s),
+            values=self.values.take(),
+            slow=None if slow is None else SlowRank(slow.rank, slow.lateness, slow.words()),
+            progress=reported + self._calls(),
+            begun=reported > 0,
+            busy=self.activity.now(),
+            place=main_thread_place(),
+        )
         self.told = status
         if path is not None:
-            with suppress(FileNotFoundError):
-                _write(path, lambda file: file.write(json.dumps(status).encode()))
-                return status
-            folder()  # the last rank of another job has removed it
-            _write(path, lambda file: file.write(json.dumps(status).encode()))
+            text = json.dumps(status.to_json()).encode()
+            try:
+                _write(path, lambda file: file.write(text))
+            except FileNotFoundError:
+                folder()  # the last rank of another job has removed it
+                _write(path, lambda file: file.write(text))
         return status
 
-    def _counters(self) -> Snapshot:
-        """Return what was used until now, as `uses_of` takes it."""
-        return {"host": platform.node(), "time": time.time(), "resources": self._resources.read()}
+    def _used(self) -> UsedResources:
+        """Return what was used until now."""
+        return UsedResources(platform.node(), time.time(), self._resources.read())
 
     def _calls(self) -> int:
         """Return how many collectives have ended."""
         communicators = [one for each in self.observed if each.is_open() for one in each.communicators.values()]
         tallies = [kind.values() for each in communicators for kind in (each.tallies, each.message_tallies)]
         return sum(each.calls for kind in tallies for each in kind)
-
-    def _of_steps(self, total: Metrics) -> dict[str, float]:
-        """Return how the time of steps was spent since the first one; empty if there was none."""
-        spent = {} if self.step_clock is None else self.step_clock.until_now()
-        if spent and self._rank in total.paces:
-            spent["waiting_s"] = total.paces[self._rank].waited_s
-        return spent
 
     def end_status(self) -> None:
         """Remove the file, and write it no more; not in a process that was forked."""
@@ -335,29 +322,38 @@ def folder() -> Path:
     return path
 
 
+def _living() -> Iterator[tuple[Path, Any]]:
+    """Yield the file of each living rank of this user on this machine, and its content; remove those of the others."""
+    for path in folder().glob("*.json"):
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            now = processes.began(said["pid"])
+            is_alive = now is not None and said.get("process_began", now) == now
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it was removed meanwhile, or is none of ours
+        if is_alive:
+            yield path, said
+        else:
+            for remains in folder().glob(f"{path.stem}.*"):
+                remains.unlink(missing_ok=True)
+
+
 def read_all() -> list[Snapshot]:
-    """Return what the living ranks of this user on this machine say, by job and rank; remove the files of the others.
+    """Return what the living ranks of this user on this machine say, by job and rank.
 
     Raises:
         ConfigError: see `folder`.
     """
-    found = []
-    for path in folder().glob("*.json"):
+    ranks = []
+    for path, said in _living():
         try:
-            status = json.loads(path.read_text(encoding="utf-8"))
-            now = processes.began(status["pid"])
-            alive = now is not None and status.get("process_began", now) == now
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # it was removed meanwhile, or is none of ours
-        if alive:
-            found.append(status)
-        else:
-            for remains in folder().glob(f"{path.stem}.*"):
-                remains.unlink(missing_ok=True)
+            ranks.append(Snapshot.from_json(said))
+        except ConfigError as error:
+            _log.error("%s is not shown: %s", path, error)
     began: dict[str, float] = {}
-    for each in found:
-        began[each["job"]] = min(each["began"], began.get(each["job"], each["began"]))
-    return sorted(found, key=lambda each: (began[each["job"]], each["job"], each["rank"]))
+    for each in ranks:
+        began[each.job] = min(each.began, began.get(each.job, each.began))
+    return sorted(ranks, key=lambda each: (began[each.job], each.job, each.rank))
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -370,48 +366,45 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     replace_file(path, write, new=new, durable=False)
 
 
-def _calls(communicator: Communicator, brief: bool) -> list[dict[str, Any]]:
+def _calls(communicator: Communicator, brief: bool) -> tuple[SeenCall, ...]:
     recent = list(communicator.instruments.calls)[-1 if brief else 0 :]
     ended = sum(each.calls for each in communicator.tallies.values())
     first = ended - sum(1 for call in recent if call[1]) + 1
-    return [
-        {"number": number, "collective": what, "nbytes": nbytes, "started": _clock(started), "ended": _clock(ended)}
+    return tuple(
+        SeenCall(number, what, nbytes, _moment(started), _clock(ended))
         for number, (started, ended, what, nbytes) in enumerate(recent, first)
-    ]
+    )
 
 
-def _operations(communicator: Communicator | None, brief: bool) -> list[dict[str, Any]]:
-    found = [] if communicator is None else list(communicator.instruments.operations)
+def _operations(communicator: Communicator | None, brief: bool) -> tuple[SeenOperation, ...]:
+    recent = [] if communicator is None else list(communicator.instruments.operations)
     if brief:
-        found = [each for each in found if not (each[1] or each[2])][:1]
-    return [
-        {
-            "name": name,
-            "signature": signature,
-            "place": place_of(stack),
-            "submitted": _clock(submitted),
-            "started": _clock(started),
-            "ended": _clock(ended),
-            "error": error,
-        }
-        for submitted, started, ended, name, signature, stack, error in found
-    ]
+        recent = [each for each in recent if not (each[1] or each[2])][:1]
+    return tuple(
+        SeenOperation(name, signature, place_of(stack), _moment(submitted), _clock(started), _clock(ended), error)
+        for submitted, started, ended, name, signature, stack, error in recent
+    )
 
 
-def _clock(moment: float) -> float | None:
-    """Turn what `time.perf_counter` has said into seconds since 1970; 0: it has not come."""
-    return time.time() - (time.perf_counter() - moment) if moment else None
+def _moment(at_s: float) -> float:
+    """Turn what `time.perf_counter` has said into seconds since 1970."""
+    return time.time() - (time.perf_counter() - at_s)
 
 
-def _threads() -> list[dict[str, Any]]:
+def _clock(at_s: float) -> float | None:
+    """Do the same; 0: it has not come."""
+    return _moment(at_s) if at_s else None
+
+
+def _threads() -> tuple[SeenThread, ...]:
     names = {each.ident: each.name for each in threading.enumerate()}
-    return [
-        {
-            "name": names.get(thread, str(thread)),
-            "stack": [
-                {"file": each.filename, "line": each.lineno, "function": each.name, "text": each.line}
+    return tuple(
+        SeenThread(
+            names.get(thread, str(thread)),
+            tuple(
+                SeenFrame(each.filename, each.lineno or 0, each.name, each.line or "")
                 for each in traceback.extract_stack(frame)
-            ],
-        }
+            ),
+        )
         for thread, frame in sys._current_frames().items()
-    ]
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.instruments import EngineTally, Pace, Tally
-from ringreduce.observe.pace import Slow, find_slow
+from ringreduce.observe.seen.pace import Slow, find_slow
 
 #: Of OpenMetrics: a family's name, its type, what it means, and its values with their labels.
 Family = tuple[str, str, str, Iterable[tuple[Mapping[str, str], float]]]
@@ -25,13 +25,11 @@ _TOTALS = (
 )
 _NESTED = ("collectives", "paces", "slow", "values")
 _PACES = (
-    ("steps", "Steps that all ranks have reported.", "steps"),
-    ("own_seconds", "How long this rank's own parts of these took.", "own_s"),
-    ("steps_last", "In how many of these it came last.", "last"),
+    ("steps_last", "In how many training steps this rank came last.", "last"),
     ("late_seconds", "How much later than the last but one it came then.", "late_s"),
-    ("waited_seconds", "How long it has waited for the last rank.", "waited_s"),
-    ("loading_seconds", "How long it has waited for data.", "loading_s"),
 )
+#: Where the time of training steps went, and the attribute of `Pace`.
+_SPENT = {"own": "own_s", "input": "loading_s", "waiting": "waited_s"}
 _SINGLES = (
     ("operations", "Asynchronous operations and optimizer steps that have come to an end.", "operations"),
     ("operation_batches", "In how many pieces these ran.", "batches"),
@@ -119,6 +117,8 @@ class Metrics:
     def to_openmetrics(self, rank: int) -> str:
         """Return it in the text format of OpenMetrics 1.0, for a collector that reads files.
 
+        What a job serves as well has the same name there (`ringreduce.observe.out.metric_table`).
+
         Args:
             rank: becomes a label.
         """
@@ -131,6 +131,8 @@ class Metrics:
             families.append((name, "counter", meaning, [(mine, getattr(self, part))]))
         if (pace := self.paces.get(rank)) is not None:
             families += [(name, "counter", meaning, [(mine, getattr(pace, part))]) for name, meaning, part in _PACES]
+            spent = [({**mine, "on": on}, getattr(pace, part)) for on, part in _SPENT.items()]
+            families.append(("spent_seconds", "counter", "Where the time of training steps went.", spent))
         if self.values:
             values = [({"name": name, **mine}, each) for name, each in self.values.items()]
             families.append(("value", "gauge", "What the program has reported last.", values))

@@ -10,14 +10,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from ringreduce.common.errors import RingReduceError, TransportError
+from ringreduce.common.errors import ConfigError, RingReduceError, TransportError
+from ringreduce.observe.seen.snapshots import Snapshot
 from ringreduce.transport.messages import Messages
 
 _log = logging.getLogger(__name__)
-
-Snapshot = dict[str, Any]
 
 _REMEMBERED = 11  # of each rank, one a second, so that rates are those of ten seconds
 _WINDOW_BITS = 13  # of compression: rank 0 has 8 KiB for each rank
@@ -42,8 +42,7 @@ class Gathering:
         self._messages = messages
         self._rank = rank
         self._size = size
-        self._everyone = list(range(size))
-        self._said: Snapshot = {}
+        self._said: dict[str, Any] = {}
         self._packing = zlib.compressobj(9, zlib.DEFLATED, -_WINDOW_BITS, _MEMORY_LEVEL)
         self._unpacking = [zlib.decompressobj(-_WINDOW_BITS) for _ in range(size if rank == 0 else 0)]
         self._kept: list[deque[Snapshot]] = [deque(maxlen=_REMEMBERED) for _ in range(size)]
@@ -57,13 +56,13 @@ class Gathering:
         Raises:
             TransportError: rank 0 cannot be reached.
         """
-        said = {**snapshot, "samples": snapshot["samples"][-1:]}
+        snapshot = replace(snapshot, samples=snapshot.samples[-1:])
         if self._rank == 0:
-            self._add(0, said)
+            self._add(0, replace(snapshot, arrived=time.time()))
             self._hear()
         elif self._messages is not None:
-            said["sets"] = [self._without_everyone(each) for each in said["sets"]]
-            values = _shortened(said.pop("values", {}), lambda value: float(f"{value:.6g}"))
+            said = snapshot.to_json()
+            values = _shortened(said.pop("values"), lambda value: float(f"{value:.6g}"))
             said = {**_shortened(said, lambda value: round(value, 3)), "values": values}
             changed = {key: value for key, value in said.items() if key not in self._said or self._said[key] != value}
             self._said = said
@@ -88,12 +87,11 @@ class Gathering:
     def latest(self) -> list[Snapshot]:
         """Return the last snapshot of each rank that has sent one, in order of ranks; on rank 0.
 
-        With ``arrived``, when it came (seconds since 1970, by the clock of rank 0), and ``samples`` of the last ten
-        seconds.
+        With ``arrived``, and the samples of the last ten seconds.
         """
         with self._lock:
             kept = [list(each) for each in self._kept if each]
-        return [{**each[-1], "samples": [one["samples"][-1] for one in each]} for each in kept]
+        return [replace(each[-1], samples=tuple(one.samples[-1] for one in each)) for each in kept]
 
     def earlier(self) -> list[Snapshot]:
         """Return the same of about ten seconds ago."""
@@ -113,23 +111,19 @@ class Gathering:
 
     def _receive(self, rank: int, note: bytes) -> None:
         self.nbytes += len(note)
+        kept = self._kept[rank]
         try:
             changed = json.loads(self._unpacking[rank].decompress(note))
+            now = time.time()
+            self._add(rank, (kept[-1] if kept else Snapshot.from_json(changed)).changed(changed, now))
+        except ConfigError as error:
+            _log.error("what rank %d does is not shown: %s", rank, error)
         except (zlib.error, ValueError):
             return  # a note was lost, and nothing that follows can be read: this rank falls silent
-        for each in changed.get("sets", ()):
-            each["ranks"] = each["ranks"] or self._everyone
-        kept = self._kept[rank]
-        self._add(rank, {**kept[-1], **changed} if kept else changed)
 
     def _add(self, rank: int, snapshot: Snapshot) -> None:
-        snapshot["arrived"] = time.time()
         with self._lock:
             self._kept[rank].append(snapshot)
-
-    def _without_everyone(self, members: Snapshot) -> Snapshot:
-        """Return a process set without its ranks if these are all: they would be most of a note."""
-        return {**members, "ranks": None} if members["ranks"] == self._everyone else members
 
 
 def _shortened(value: Any, shorten: Callable[[float], float]) -> Any:
@@ -138,4 +132,4 @@ def _shortened(value: Any, shorten: Callable[[float], float]) -> Any:
         return shorten(value)
     if isinstance(value, dict):
         return {key: _shortened(each, shorten) for key, each in value.items()}
-    return [_shortened(each, shorten) for each in value] if isinstance(value, list) else value
+    return [_shortened(each, shorten) for each in value] if isinstance(value, (list, tuple)) else value

@@ -6,27 +6,32 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
 from ringreduce.common.quantities import format_nbytes, format_seconds, plural
+from ringreduce.observe.job.host_uses import HostUsage
+from ringreduce.observe.job.job_view import JobHealth, RankRow
 
-Row = Mapping[str, Any]
+Line = Sequence[tuple[float, float]]
 
-_OLD_S = 5.0  # a rank that has told nothing for so long is busy without letting go of Python, or stopped
-_SHARES = {
-    **{"communication": "share of communication", "waited": "share of waiting for the last rank"},
-    **{"network": "busiest network interface", "disk": "busiest disk"},
+#: The time lines that come first, in this order; all but the first are shares.
+_LINES = {
+    "step_seconds": "time of a step",
+    "communication_ratio": "share of communication",
+    "waiting_ratio": "share of waiting for the last rank",
+    "network_ratio": "busiest network interface",
+    "disk_ratio": "busiest disk",
 }
-_LINES = {"step": "time of a step", **_SHARES}  # first, in this order
 _STATES = {
     **{"makes steps": "green", "has made no step": "pale", "is waited for": "amber", "waits": "sky"},
     **{"is silent, or has failed": "orange"},
 }
 
 
-def job_page(health: Row, ranks: Sequence[Row], hosts: Mapping[str, Row], lines: Mapping[str, Sequence[Any]]) -> str:
+def job_page(
+    health: JobHealth, ranks: Sequence[RankRow], hosts: Mapping[str, HostUsage], lines: Mapping[str, Line]
+) -> str:
     """Return the page.
 
     Args:
@@ -35,7 +40,7 @@ def job_page(health: Row, ranks: Sequence[Row], hosts: Mapping[str, Row], lines:
         hosts: from `usage`.
         lines: from `JobView.lines`.
     """
-    command = " ".join(health["command"] or ())
+    command = " ".join(health.command or ())
     names = [*(name for name in _LINES if name in lines), *(name for name in lines if name not in _LINES)]
     moments = [moment for line in lines.values() for moment, _ in line]
     span_s = max(moments) - min(moments) if moments else 0.0
@@ -44,35 +49,34 @@ def job_page(health: Row, ranks: Sequence[Row], hosts: Mapping[str, Row], lines:
         _state(health, ranks),
         f"<h2>Last {_duration(span_s)}</h2>",
         f'<div class="charts">{"".join(_chart(name, lines[name]) for name in names)}</div>',
-        f"<h2>{plural(health['ranks'], 'rank')}</h2>",
+        f"<h2>{plural(health.ranks, 'rank')}</h2>",
         _squares(ranks),
         f"<h2>{plural(len(hosts), 'host')}</h2>",
         html_table(_HOST_HEADINGS, (_host_cells(name, host) for name, host in hosts.items())),
         "<h2>Rank by rank</h2>",
         _table(ranks),
     ]
-    return html_page(f"Job {health['job'] or 'that begins'}", "\n".join(body))
+    return html_page(f"Job {health.job or 'that begins'}", "\n".join(body))
 
 
-def _state(health: Row, ranks: Sequence[Row]) -> str:
+def _state(health: JobHealth, ranks: Sequence[RankRow]) -> str:
     """Return what matters most, in some words each."""
-    steps_per_s = max((each["steps_per_s"] or 0.0 for each in ranks), default=0.0)
-    samples_per_s = sum(each["samples_per_s"] or 0.0 for each in ranks)
-    said = {"runs for": _duration(max((each["seconds"] for each in ranks), default=0.0))}
-    said["steps"] = str(health["steps"])
-    if steps_per_s:
-        said["steps a second"] = f"{steps_per_s:.3g}"
-    if samples_per_s:
-        said["samples a second"] = f"{samples_per_s:,.0f}"
-    if health["last_step_age_s"] is not None:
-        said["since the last step"] = _duration(health["last_step_age_s"])
-    said |= {key: str(health[key]) for key in ("restarts", "recoveries") if health[key]}
-    if health["missing"]:
-        said["missing"] = name_ranks(health["missing"])
-    cells = "".join(f"<div><b>{html.escape(value)}</b><br>{key}</div>" for key, value in said.items())
-    slow = ranks[0]["slow"] if ranks else None
-    late = "" if slow is None else f"<p>{html.escape(slow[2])}</p>"
-    errors = "".join(f"<p><b>rank {rank}: {html.escape(text)}</b></p>" for rank, text in health["errors"].items())
+    steps_per_second = max((each.steps_per_second or 0.0 for each in ranks), default=0.0)
+    samples_per_second = sum(each.samples_per_second or 0.0 for each in ranks)
+    facts = {
+        "runs for": _duration(max((each.running_seconds for each in ranks), default=0.0)),
+        "steps": str(health.steps),
+        "steps a second": f"{steps_per_second:.3g}" if steps_per_second else "",
+        "samples a second": f"{samples_per_second:,.0f}" if samples_per_second else "",
+        "since the last step": "" if health.last_step_age_s is None else _duration(health.last_step_age_s),
+        "restarts": str(health.restarts or ""),
+        "recoveries": str(health.recoveries or ""),
+        "missing": name_ranks(health.missing) if health.missing else "",
+    }
+    cells = "".join(f"<div><b>{html.escape(value)}</b><br>{key}</div>" for key, value in facts.items() if value)
+    slow = ranks[0].slow if ranks else None
+    late = "" if slow is None else f"<p>{html.escape(slow.sentence)}</p>"
+    errors = "".join(f"<p><b>rank {rank}: {html.escape(text)}</b></p>" for rank, text in health.errors.items())
     return f'<div class="state">{cells}</div>{late}{errors}'
 
 
@@ -86,7 +90,7 @@ def _duration(seconds: float) -> str:
 # ---- time lines ----
 
 
-def _chart(name: str, line: Sequence[tuple[float, float]]) -> str:
+def _chart(name: str, line: Line) -> str:
     """Return a time line, from the oldest value to the last, between 0 and the largest; of shares, to 1."""
     title = _LINES.get(name, name.removeprefix("value "))
     finite = [(moment, value) for moment, value in line if math.isfinite(value)]
@@ -95,7 +99,7 @@ def _chart(name: str, line: Sequence[tuple[float, float]]) -> str:
     values = [value for _, value in finite]
     low = min(0.0, *values)
     most = max(values)
-    high = 1.0 if name in _SHARES else max(most, low + 1e-9)
+    high = 1.0 if name in _LINES and name != "step_seconds" else max(most, low + 1e-9)
     begin = finite[0][0]
     span = finite[-1][0] - begin or 1.0
     places = [((moment - begin) / span * 300, 60 - (value - low) / (high - low) * 58) for moment, value in finite]
@@ -111,9 +115,9 @@ def _chart(name: str, line: Sequence[tuple[float, float]]) -> str:
 
 
 def _figure(name: str, value: float) -> str:
-    if name == "step":
+    if name == "step_seconds":
         return format_seconds(value)
-    return f"{value:.0%}" if name in _SHARES else f"{value:.4g}"
+    return f"{value:.0%}" if name in _LINES else f"{value:.4g}"
 
 
 # ---- hosts ----
@@ -121,31 +125,31 @@ def _figure(name: str, value: float) -> str:
 _HOST_HEADINGS = ("host", "ranks", "processor", "steal", "memory", "network in, out", "resent", "disk read, written")
 
 
-def _host_cells(name: str, host: Row) -> Sequence[str]:
-    limit = host["memory_limit_nbytes"]
-    used = host["memory_nbytes"]
+def _host_cells(name: str, host: HostUsage) -> Sequence[str]:
+    limit = host.memory_limit_nbytes
+    used = host.memory_nbytes
     network = [
-        f"{each}: {_nbytes(rates, 'rx_nbytes', 'tx_nbytes')} ({_share(rates['share'])})"
-        for each, rates in host["interfaces"].items()
+        f"{each}: {_nbytes(rates.rx_nbytes, rates.tx_nbytes)} ({_share(rates.share)})"
+        for each, rates in host.interfaces.items()
     ]
     disks = [
-        f"{each}: {_nbytes(rates, 'read_nbytes', 'written_nbytes')}, busy {_share(rates['busy_s'])}"
-        for each, rates in host["disks"].items()
+        f"{each}: {_nbytes(rates.read_nbytes, rates.written_nbytes)}, busy {_share(rates.busy_s)}"
+        for each, rates in host.disks.items()
     ]
     return (
         name,
-        name_ranks(host["ranks"]).partition(" ")[2],
-        _share(host["processor"]),
-        _share(host["steal"]),
+        name_ranks(host.ranks).partition(" ")[2],
+        _share(host.processor),
+        _share(host.steal),
         "-" if used is None or limit is None else f"{format_nbytes(used)} of {format_nbytes(limit)}",
         "; ".join(network) or "-",
-        "-" if host["retransmitted"] is None else f"{host['retransmitted']:.2%}",
+        "-" if host.retransmitted is None else f"{host.retransmitted:.2%}",
         "; ".join(disks) or "-",
     )
 
 
-def _nbytes(rates: Row, *keys: str) -> str:
-    return ", ".join(format_nbytes(round(rates[key])) for key in keys) + "/s"
+def _nbytes(*rates: float) -> str:
+    return ", ".join(format_nbytes(round(each)) for each in rates) + "/s"
 
 
 def _share(value: float | None) -> str:
@@ -155,15 +159,15 @@ def _share(value: float | None) -> str:
 # ---- ranks ----
 
 
-def _squares(ranks: Sequence[Row]) -> str:
+def _squares(ranks: Sequence[RankRow]) -> str:
     """Return a square for each rank, by hosts."""
-    awaited = {int(text) for each in ranks for text in _named(each["waiting"])}
+    awaited = {int(text) for each in ranks for text in _named(each.waiting)}
     lines = []
-    for host in dict.fromkeys(each["host"] for each in ranks):
+    for host in dict.fromkeys(each.host for each in ranks):
         squares = []
-        for each in (each for each in ranks if each["host"] == host):
+        for each in (each for each in ranks if each.host == host):
             state = _state_of(each, awaited)
-            told = html.escape(f"rank {each['rank']} {state}" + (f": {each['waiting']}" if each["waiting"] else ""))
+            told = html.escape(f"rank {each.rank} {state}" + (f": {each.waiting}" if each.waiting else ""))
             squares.append(f'<i style="background:{COLOURS[_STATES[state]]}" title="{told}"></i>')
         lines.append(f"<div>{html.escape(host)}<br>{''.join(squares)}</div>")
     key = "".join(
@@ -173,35 +177,34 @@ def _squares(ranks: Sequence[Row]) -> str:
 
 
 def _named(waiting: str | None) -> list[str]:
-    """Return the rank that a text of `rows` names as the one that is waited for now, if it is one."""
+    """Return the rank that a text of `RankRow` names as the one that is waited for now, if it is one."""
     whom = (waiting or "").rpartition(" for rank ")[2]
     return [whom] if waiting and whom.isdigit() else []
 
 
-def _state_of(row: Row, awaited: set[int]) -> str:
-    if row["error"] is not None or row["age_s"] > _OLD_S:
+def _state_of(row: RankRow, awaited: set[int]) -> str:
+    if row.trouble:
         return "is silent, or has failed"
-    is_slow = row["slow"] is not None and row["slow"][0] == row["rank"]
-    if row["rank"] in awaited or is_slow:
+    if row.rank in awaited or (row.slow is not None and row.slow.rank == row.rank):
         return "is waited for"
-    if row["waiting"]:
+    if row.waiting:
         return "waits"
-    return "makes steps" if row["steps"] else "has made no step"
+    return "makes steps" if row.steps else "has made no step"
 
 
-def _table(ranks: Sequence[Row]) -> str:
+def _table(ranks: Sequence[RankRow]) -> str:
     headings = ("rank", "host", "steps", "steps/s", "samples/s", "communication", "waited", "memory", "waits")
     cells = (
         (
-            str(each["rank"]),
-            each["host"],
-            str(each["steps"]),
-            _rate(each["steps_per_s"]),
-            _rate(each["samples_per_s"]),
-            _share(each["communication"]),
-            _share(each["waited"]),
-            format_nbytes(each["nbytes"]),
-            each["error"] or (f"silent for {each['age_s']:.0f} s" if each["age_s"] > _OLD_S else each["waiting"] or ""),
+            str(each.rank),
+            each.host,
+            str(each.steps),
+            _rate(each.steps_per_second),
+            _rate(each.samples_per_second),
+            _share(each.communication_ratio),
+            _share(each.waiting_ratio),
+            format_nbytes(each.resident_memory_bytes),
+            each.trouble or each.waiting or "",
         )
         for each in ranks
     )

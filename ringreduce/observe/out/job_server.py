@@ -6,13 +6,16 @@ import json
 import logging
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from http import HTTPStatus
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.observe.gathering import Gathering
-from ringreduce.observe.job_page import job_page
-from ringreduce.observe.job_view import JobView, rows, usage
-from ringreduce.observe.serving import OPENMETRICS, Answer, TextServer, job_token
+from ringreduce.observe.job.gathering import Gathering
+from ringreduce.observe.job.host_uses import usage
+from ringreduce.observe.job.job_view import JobView, rows
+from ringreduce.observe.out.job_page import job_page
+from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
+from ringreduce.observe.out.serving import OPENMETRICS, Answer, TextServer, job_token
 
 _log = logging.getLogger(__name__)
 
@@ -36,22 +39,23 @@ def serve_job(
 
     def page() -> Answer:
         now = gathering.latest()
-        found = rows(now)
+        ranks = rows(now)
         hosts = usage(now, gathering.earlier())
-        text = job_page(view.health(found), found, hosts, lines=view.lines())
+        text = job_page(view.health(ranks), ranks, hosts, lines=view.lines())
         return Answer(text, "text/html; charset=utf-8", every_s=_EVERY_S)
 
     def health() -> Answer:
-        found = view.health(rows(gathering.latest()))
-        status = HTTPStatus.OK if found["alive"] else HTTPStatus.SERVICE_UNAVAILABLE
-        return Answer(json.dumps(found) + "\n", "application/json", status)
+        state = view.health(rows(gathering.latest()))
+        status = HTTPStatus.OK if state.alive else HTTPStatus.SERVICE_UNAVAILABLE
+        return Answer(json.dumps(asdict(state)) + "\n", "application/json", status)
 
-    answers = {
-        "/": page,
-        "/metrics": lambda: Answer(view.metrics(gathering.latest()), OPENMETRICS),
-        "/health": health,
-        "/ranks": lambda: Answer(json.dumps(rows(gathering.latest())), "application/json"),
-    }
+    def metrics() -> Answer:
+        return Answer(prometheus_text(families_of_job(view, gathering.latest())), OPENMETRICS)
+
+    def ranks() -> Answer:
+        return Answer(json.dumps([asdict(each) for each in rows(gathering.latest())]), "application/json")
+
+    answers = {"/": page, "/metrics": metrics, "/health": health, "/ranks": ranks}
     try:
         token, where = job_token(token_file, make=True)
         server = TextServer(*address, answers=answers, token=token)

@@ -44,6 +44,22 @@ class Lap(NamedTuple):
     spent: Spent
 
 
+class SpentOnSteps(NamedTuple):
+    """The time since the first step, and parts of it (seconds).
+
+    Attributes:
+        steps_s: all of it.
+        input_s: waiting for data.
+        communication_s: in collectives, and waiting for operations.
+        waiting_s: of that, for the last rank; None: not known.
+    """
+
+    steps_s: float
+    input_s: float
+    communication_s: float
+    waiting_s: float | None = None
+
+
 class StepClock:
     """Keeps laps of equal numbers of steps, from the first step on.
 
@@ -61,17 +77,14 @@ class StepClock:
         self._clock = clock
         self._next = self._stride = 1
 
-    def until_now(self) -> dict[str, float]:
-        """Return the time since the first step, and parts of it (seconds); empty if there was none."""
+    def until_now(self, waiting_s: float | None = None) -> SpentOnSteps | None:
+        """Return the time since the first step; None: there was none. ``waiting_s``: for the last rank."""
         if not self.laps:
-            return {}
+            return None
         first = self.laps[0]
         spent = self._spent().since(first.spent)
-        return {
-            "steps_s": self._clock() - first.moment_s,
-            "input_s": spent.loading_s,
-            "communication_s": spent.blocking_s + spent.waited_s,
-        }
+        steps_s = self._clock() - first.moment_s
+        return SpentOnSteps(steps_s, spent.loading_s, spent.blocking_s + spent.waited_s, waiting_s)
 
     def look(self, steps: int, samples: int) -> None:
         """Keep a lap if enough steps were made since the last one; to be called after each step."""

@@ -24,7 +24,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file
 from ringreduce.common.keys import require_private
 from ringreduce.common.settings import parse_address
-from ringreduce.observe.snapshots import folder
+from ringreduce.observe.seen.recorder import folder
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _log = logging.getLogger(__name__)

@@ -24,9 +24,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import set_span_in_context
 
 from ringreduce.common.config import VERSION
-from ringreduce.observe.gathering import Gathering, Snapshot
-from ringreduce.observe.job_view import JobView
-from ringreduce.observe.metrics import Family
+from ringreduce.observe.job.gathering import Gathering
+from ringreduce.observe.job.job_view import JobView
+from ringreduce.observe.out.metric_table import families_of_job
+from ringreduce.observe.seen.metrics import Family
+from ringreduce.observe.seen.snapshots import Snapshot
 
 _EVERY_S = 1.0  # as often as ranks say what they do
 _LOOKS = 15  # of which one sends
@@ -48,7 +50,7 @@ class Telemetry:
         self._view = view
         self._families: Sequence[Family] = ()
         self._hosts: dict[str, str] = {}  # by rank
-        self._known: dict[int, tuple[int, int, float]] = {}  # by rank: steps, samples, and when they ended
+        self._known: dict[int, tuple[int, float, float]] = {}  # by rank: steps, samples, and when they ended
         self._made = InMemorySpanExporter()
         self._spans = OTLPSpanExporter()
         metrics = OTLPMetricExporter()
@@ -60,7 +62,7 @@ class Telemetry:
         # A reader that reads when it is told to has no thread.
         self._meters = MeterProvider([PeriodicExportingMetricReader(metrics, math.inf)], shutdown_on_exit=False)
         meter = self._meters.get_meter("ringreduce", VERSION)
-        for place, (name, kind, meaning, _) in enumerate(view.families([])):
+        for place, (name, kind, meaning, _) in enumerate(families_of_job(view, [])):
             make = meter.create_observable_counter if kind == "counter" else meter.create_observable_gauge
             make(f"ringreduce.{name}", [partial(self._observe, place)], description=meaning)
         self._ends = threading.Event()
@@ -84,8 +86,8 @@ class Telemetry:
                 return
 
     def _send(self, now: Sequence[Snapshot]) -> None:
-        self._families = self._view.families(now)
-        self._hosts = {str(each["rank"]): each["host"] for each in now}
+        self._families = families_of_job(self._view, now)
+        self._hosts = {str(each.rank): each.host for each in now}
         self._spans.export(self._made.get_finished_spans())
         self._made.clear()
         self._meters.force_flush()
@@ -98,24 +100,24 @@ class Telemetry:
 
     def _follow(self, now: Sequence[Snapshot]) -> None:
         """Make spans of the steps that have ended since the last look: one of each rank, within one of the job."""
-        more: list[tuple[Snapshot, float, int, int]] = []
+        more: list[tuple[Snapshot, float, int, float]] = []
         for each in now:
-            _, steps, samples, _ = each["samples"][-1]
-            known = self._known.get(each["rank"], (0, 0, each["began"]))
+            _, steps, samples, _ = each.samples[-1]
+            known = self._known.get(each.rank, (0, 0, each.began))
             if steps > known[0]:
                 more.append((each, known[2], steps - known[0], samples - known[1]))
-                self._known[each["rank"]] = steps, samples, each["stepped"]
+                self._known[each.rank] = steps, samples, each.stepped
         if not more:
             return
         began = min(each[1] for each in more)
-        about: dict[str, Any] = {"job": more[0][0]["job"], "steps": max(each[2] for each in more)}
+        about: dict[str, Any] = {"job": more[0][0].job, "steps": max(each[2] for each in more)}
         job = self._tracer.start_span("steps", start_time=_ns(began), attributes=about)
         for each, then, steps, samples in more:
-            about = {"rank": each["rank"], "host": each["host"], "steps": steps, "samples": samples}
-            name = f"rank {each['rank']}"
+            about = {"rank": each.rank, "host": each.host, "steps": steps, "samples": samples}
+            name = f"rank {each.rank}"
             rank = self._tracer.start_span(name, set_span_in_context(job), start_time=_ns(then), attributes=about)
-            rank.end(_ns(each["stepped"]))
-        job.end(_ns(max(each["stepped"] for each, *_ in more)))
+            rank.end(_ns(each.stepped))
+        job.end(_ns(max(each.stepped for each, *_ in more)))
 
 
 def _say_once(log: logging.Logger) -> None:

@@ -7,12 +7,72 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 _SECTOR_NBYTES = 512  # in /proc/diskstats, whatever the device has
 _TICKS = os.sysconf("SC_CLK_TCK")
 _HOST_TIMES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat, in this order
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceCounters:
+    """What an interface of the network has received and sent, and what it carries a second; None: unknown."""
+
+    speed_bits: int | None
+    rx_nbytes: int
+    tx_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCounters:
+    """What was read from a disk and written to it, and for how long it was busy."""
+
+    read_nbytes: float
+    written_nbytes: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a process and its host have used since they began; what the system does not say is None.
+
+    Attributes:
+        user_s, system_s, minor_faults, major_faults: of the process.
+        switched_away, delayed_s: how often it had to leave a core, and how long its threads have waited for one.
+        gc_pause_s: how long it was in Python's garbage collector since `Resources.begin`.
+        resident_nbytes, cores: of it, now.
+        host_user_s, host_system_s, host_idle_s, host_iowait_s, host_steal_s: of the host, over all cores.
+        swapped_pages, sent_segments, retransmitted_segments: of the host; segments of TCP.
+        throttled_s: of the control group.
+        memory_nbytes, memory_limit_nbytes: now; of the control group if it has a limit, else of the host. Caches that
+            the system can take back do not count.
+        interfaces: by name, without the loopback.
+        disks: by name, those that were used.
+    """
+
+    user_s: float | None = None
+    system_s: float | None = None
+    minor_faults: int | None = None
+    major_faults: int | None = None
+    switched_away: int | None = None
+    delayed_s: float | None = None
+    gc_pause_s: float | None = None
+    resident_nbytes: int = 0
+    cores: tuple[int, ...] = ()
+    host_user_s: float | None = None
+    host_system_s: float | None = None
+    host_idle_s: float | None = None
+    host_iowait_s: float | None = None
+    host_steal_s: float | None = None
+    swapped_pages: int | None = None
+    sent_segments: int | None = None
+    retransmitted_segments: int | None = None
+    throttled_s: float | None = None
+    memory_nbytes: int | None = None
+    memory_limit_nbytes: int | None = None
+    interfaces: dict[str, InterfaceCounters] = field(default_factory=dict)
+    disks: dict[str, DiskCounters] = field(default_factory=dict)
 
 
 class Resources:
@@ -51,43 +111,31 @@ class Resources:
         else:
             self.gc_pause_s += perf_counter() - self._gc_began
 
-    def read(self) -> dict[str, Any]:
-        """Return the counters; what the system does not say is None.
-
-        Returns:
-            Of this process, since it began: ``user_s``, ``system_s`` (processor time), ``minor_faults``,
-            ``major_faults``, ``switched_away`` (how often it had to leave a core), ``delayed_s`` (how long its threads
-            have waited for a core), ``gc_pause_s`` (since `begin`); now: ``resident_nbytes``, ``cores`` (a list).
-
-            Of the host, since it began: ``host_user_s``, ``host_system_s``, ``host_idle_s``, ``host_iowait_s``,
-            ``host_steal_s`` (over all cores), ``swapped_pages``, ``sent_segments``, ``retransmitted_segments`` (TCP);
-            of the control group: ``throttled_s``; now: ``memory_nbytes``, ``memory_limit_nbytes`` of the control group
-            if it has a limit, else of the host; caches that the system can take back do not count.
-
-            ``interfaces``: by name, but for the loopback, ``speed_bits`` (a second), ``rx_nbytes``, ``tx_nbytes``.
-            ``disks``: by name, those that were used, ``read_nbytes``, ``written_nbytes``, ``busy_s``.
-        """
+    def read(self) -> Counters:
+        """Return the counters of now."""
         used = resource.getrusage(resource.RUSAGE_SELF)
-        memory = self._memory()
-        return {
-            "user_s": round(used.ru_utime, 3),
-            "system_s": round(used.ru_stime, 3),
-            "resident_nbytes": resident_nbytes(),
-            "minor_faults": used.ru_minflt,
-            "major_faults": used.ru_majflt,
-            "gc_pause_s": round(self.gc_pause_s, 3),
-            "switched_away": used.ru_nivcsw,
-            "delayed_s": self._delayed_s(),
-            "cores": sorted(os.sched_getaffinity(0)),
+        memory_nbytes, memory_limit_nbytes = self._memory()
+        sent, retransmitted = self._segments()
+        return Counters(
+            user_s=round(used.ru_utime, 3),
+            system_s=round(used.ru_stime, 3),
+            resident_nbytes=resident_nbytes(),
+            minor_faults=used.ru_minflt,
+            major_faults=used.ru_majflt,
+            gc_pause_s=round(self.gc_pause_s, 3),
+            switched_away=used.ru_nivcsw,
+            delayed_s=self._delayed_s(),
+            cores=tuple(sorted(os.sched_getaffinity(0))),
             **self._host_times(),
-            "throttled_s": self._throttled_s(),
-            "memory_nbytes": memory[0],
-            "memory_limit_nbytes": memory[1],
-            "swapped_pages": self._sum("/proc/vmstat", "pswpin", "pswpout"),
-            **self._segments(),
-            "interfaces": self._interfaces(),
-            "disks": dict(self._disks()),
-        }
+            throttled_s=self._throttled_s(),
+            memory_nbytes=memory_nbytes,
+            memory_limit_nbytes=memory_limit_nbytes,
+            swapped_pages=self._sum("/proc/vmstat", "pswpin", "pswpout"),
+            sent_segments=sent,
+            retransmitted_segments=retransmitted,
+            interfaces=self._interfaces(),
+            disks=dict(self._disks()),
+        )
 
     # ---- the process ----
 
@@ -112,13 +160,14 @@ class Resources:
         }
         return {key: round(sum(times[part] for part in of), 2) if times else None for key, of in parts.items()}
 
-    def _segments(self) -> dict[str, int | None]:
+    def _segments(self) -> tuple[int | None, int | None]:
+        """Return how many segments of TCP were sent, and how many of these once more."""
         lines = [each.split() for each in self._text("/proc/net/snmp").splitlines() if each.startswith("Tcp:")]
         tcp = dict(zip(*lines, strict=True)) if lines else {}  # a line of names, and one of numbers
-        keys = {"sent_segments": "OutSegs", "retransmitted_segments": "RetransSegs"}
-        return {key: int(tcp[name]) if name in tcp else None for key, name in keys.items()}
+        sent, again = (int(tcp[name]) if name in tcp else None for name in ("OutSegs", "RetransSegs"))
+        return sent, again
 
-    def _interfaces(self) -> dict[str, dict[str, int | None]]:
+    def _interfaces(self) -> dict[str, InterfaceCounters]:
         found = {}
         for line in self._text("/proc/net/dev").splitlines()[2:]:
             name, _, rest = line.strip().partition(":")
@@ -126,18 +175,14 @@ class Resources:
             if name != "lo" and len(words) > 8:
                 if name not in self._speeds:
                     self._speeds[name] = self._speed(name)
-                found[name] = {
-                    "speed_bits": self._speeds[name],
-                    "rx_nbytes": int(words[0]),
-                    "tx_nbytes": int(words[8]),
-                }
+                found[name] = InterfaceCounters(self._speeds[name], int(words[0]), int(words[8]))
         return found
 
     def _speed(self, name: str) -> int | None:
         text = self._text(f"/sys/class/net/{name}/speed").strip()  # in Mbit/s; -1, or an error: it is not known
         return int(text) * 1_000_000 if text.isdigit() and int(text) else None
 
-    def _disks(self) -> Iterator[tuple[str, dict[str, float]]]:
+    def _disks(self) -> Iterator[tuple[str, DiskCounters]]:
         for line in self._text("/proc/diskstats").splitlines():
             words = line.split()
             if len(words) < 13 or words[3] == words[7] == "0":
@@ -147,7 +192,7 @@ class Resources:
                 self._is_disk[name] = os.path.exists(f"{self._root}/sys/block/{name}")  # a partition is not there
             if self._is_disk[name]:
                 read, written = (int(words[place]) * _SECTOR_NBYTES for place in (5, 9))
-                yield name, {"read_nbytes": read, "written_nbytes": written, "busy_s": int(words[12]) / 1e3}
+                yield name, DiskCounters(read, written, int(words[12]) / 1e3)
 
     # ---- the control group ----
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.observe.seen.snapshots import ReportedValue
 
 _PENDING = 1000  # of a name, before they are read at once
 
@@ -21,7 +22,7 @@ class ReportedValues:
 
     def __init__(self) -> None:
         self._pending: dict[str, list[Any]] = {}
-        self._read: dict[str, list[float]] = {}  # of each: their sum, how many, and the last
+        self._read: dict[str, ReportedValue] = {}
         self._reading = threading.Lock()
         self.count = 0
 
@@ -44,13 +45,12 @@ class ReportedValues:
         if len(pending) >= _PENDING:
             self._settle()
 
-    def take(self) -> dict[str, list[float]]:
-        """Return what came since this was called last, by name: the sum, how many, and the last; 0 of old ones."""
+    def take(self) -> dict[str, ReportedValue]:
+        """Return what came since this was called last, by name."""
         self._settle()
         with self._reading:
-            taken = {name: [*each] for name, each in self._read.items()}
-            for each in self._read.values():
-                each[:2] = [0.0, 0]
+            taken = self._read
+            self._read = {name: ReportedValue(0.0, 0, each.last) for name, each in taken.items()}
         return taken
 
     def last(self) -> dict[str, float]:
@@ -60,7 +60,7 @@ class ReportedValues:
 
     def last_read(self) -> dict[str, float]:
         """Return the last value of each name that was read; takes no lock, and waits for no device."""
-        return {name: each[2] for name, each in self._read.copy().items()}
+        return {name: each.last for name, each in self._read.copy().items()}
 
     def _settle(self) -> None:
         with self._reading:
@@ -68,8 +68,8 @@ class ReportedValues:
                 values = [_number(each) for each in pending[: len(pending)]]
                 del pending[: len(values)]
                 if values:
-                    total, count, _ = self._read.get(name, (0.0, 0, 0.0))
-                    self._read[name] = [total + sum(values), count + len(values), values[-1]]
+                    total, number, _ = self._read.get(name, (0.0, 0, 0.0))
+                    self._read[name] = ReportedValue(total + sum(values), number + len(values), values[-1])
 
 
 def _number(value: Any) -> float:

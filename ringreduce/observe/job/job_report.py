@@ -20,10 +20,10 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import read_file, replace_file
 from ringreduce.common.instruments import Pace
 from ringreduce.common.quantities import format_seconds
-from ringreduce.observe.metrics import Metrics
-from ringreduce.observe.pace import Slow, find_slow
-from ringreduce.observe.step_clock import Lap
-from ringreduce.observe.verdicts import Figures, HostUse, Verdict, in_words, judge
+from ringreduce.observe.job.verdicts import Figures, HostUse, Verdict, in_words, judge
+from ringreduce.observe.seen.metrics import Metrics
+from ringreduce.observe.seen.pace import Slow, find_slow
+from ringreduce.observe.seen.step_clock import Lap
 
 _log = logging.getLogger(__name__)
 

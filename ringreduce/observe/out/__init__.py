@@ -1,0 +1,1 @@
+"""Where a job is shown: over HTTP, and at collectors of OpenTelemetry."""

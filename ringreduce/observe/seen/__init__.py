@@ -1,0 +1,1 @@
+"""What a rank sees of itself: values that other rooms read, and what records them."""
