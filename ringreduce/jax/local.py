@@ -14,15 +14,15 @@ from ringreduce.jax.functions import like
 from ringreduce.jax.ops import is_key
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
-from ringreduce.training.options.local_options import LocalArguments, averaging, local_options
+from ringreduce.training.options.local_options import LOCAL_OPTIONS, LocalArguments, averaging
 
 if TYPE_CHECKING:
-    from ringreduce.training.options.local_options import Unpack
+    from ringreduce.training.options.declared import Unpack
 
 _NUMBERS = jax.Array, np.ndarray, np.generic, float, complex
 
 
-@local_options
+@LOCAL_OPTIONS.taken()
 class DiLoCo:
     """Lets replicas step by themselves, and exchange weights once per period.
 

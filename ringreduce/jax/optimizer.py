@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ from ringreduce.jax.lists import HostTrees, needs_host, unmapped
 from ringreduce.jax.ops import allreduce_of, reduce_gradients
 from ringreduce.jax.private import around_that_skips
 from ringreduce.jax.steps import Step, Steps
-from ringreduce.runtime import config, global_process_set
+from ringreduce.runtime import config
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.identity import Identity, identity_of, numbers
-from ringreduce.training.calls.requests import Op, RequestBuilder
+from ringreduce.training.calls.requests import RequestBuilder
 from ringreduce.training.compression import (
     BucketCompression,
     State,
@@ -37,7 +37,10 @@ from ringreduce.training.compression import (
     wire_format,
 )
 from ringreduce.training.gradients.checks import OF_UPDATE
-from ringreduce.training.options.options import Options, averaging
+from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments, Options, averaging
+
+if TYPE_CHECKING:
+    from ringreduce.training.options.declared import Unpack
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=[])
@@ -60,15 +63,9 @@ class DistributedState(NamedTuple):
     lost: RankState
 
 
+@GRADIENT_OPTIONS.taken("op compression process_set", "gradient_predivide_factor name staleness")
 def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in Horovod
-    tx: optax.GradientTransformation,
-    op: Op = AVERAGE,
-    compression: Any = None,
-    process_set: ProcessSet = global_process_set,
-    *,
-    gradient_predivide_factor: float = 1.0,
-    name: str | None = None,
-    staleness: int = 0,
+    tx: optax.GradientTransformation, *places: Any, **options: Unpack[GradientArguments]
 ) -> DistributedTransformation:
     """Return a transformation that averages gradients over the ranks and passes them on to another one.
 
@@ -88,11 +85,9 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
 
     Args:
         tx: what the averages go to. Clipping belongs in here, so that it sees the averages.
-        op: `Average`, `Sum` or `Adasum`; must agree on all ranks.
+        **options: as for `GradientArguments`. All must agree on all ranks.
         compression: of float32 gradients: the name of a wire format (``"fp16"``, ``"int8"``), `PowerSGD` or `TopK`.
-            What it loses is added to the next gradients; the state holds it, each rank its own. Must agree.
-        process_set: the ranks that train together.
-        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
+            What it loses is added to the next gradients; the state holds it, each rank its own.
         name: of the operation; None: by transformation and tree. Must agree.
         staleness: by how many steps averages are applied late; must agree. The first steps apply zeros, and the process
             keeps the rounding errors of wire formats, too. See docs/recipes/staleness.md.
@@ -107,12 +102,17 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
             `optax.apply_if_finite` and within `optax.MultiSteps` with ``should_skip_update_fn``, by which ranks would
             leave out steps, each on its own.
     """
+    op = options["op"]
+    compression = options["compression"]
+    name = options["name"]
+    process_set = options["process_set"]
+    staleness = options["staleness"]
     with RequestBuilder("DistributedGradientTransformation", name, process_set):
-        kind, factor = averaging(op, gradient_predivide_factor)
+        kind, factor = averaging(op, options["gradient_predivide_factor"])
         wanted = None if compression is None else _checked(compression)
         if wanted is not None and kind not in (AVERAGE, SUM):
             raise ConfigError(f"compressed gradients are averaged or summed (op Average or Sum), got {op}")
-        how: dict[str, Any] = {"op": op, "predivide_factor": gradient_predivide_factor}
+        how: dict[str, Any] = {"op": op, "predivide_factor": options["gradient_predivide_factor"]}
         if staleness:
             how |= {"compression": wanted, "staleness": staleness}
             Options(**how).checked(config(), [])

@@ -24,10 +24,10 @@ from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.calls.objects import broadcast_object
 from ringreduce.training.optimizers.applying import sums_of_a_rank
 from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
-from ringreduce.training.options.local_options import LocalArguments, averaging, local_options
+from ringreduce.training.options.local_options import LOCAL_OPTIONS, LocalArguments, averaging
 
 if TYPE_CHECKING:
-    from ringreduce.training.options.local_options import Unpack
+    from ringreduce.training.options.declared import Unpack
 
 _log = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
             super().on_epoch_end(epoch, logs)
 
 
-@local_options
+@LOCAL_OPTIONS.taken()
 class DiLoCoCallback(DistributedCallback):
     """Lets replicas step by themselves, and exchange weights once per period.
 

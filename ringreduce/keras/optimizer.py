@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.keras.backends import reduction_of
-from ringreduce.runtime import config, global_process_set
-from ringreduce.runtime.process_sets import ProcessSet, require_process_set
+from ringreduce.runtime import config
+from ringreduce.runtime.process_sets import require_process_set
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.applying import Distribution, distribute, variables_of
 from ringreduce.training.optimizers.keras_copies import distribute_again, keep_copies_distributed, saved_options
-from ringreduce.training.options.options import Op, Options
+from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments, Options
+
+if TYPE_CHECKING:
+    from ringreduce.training.options.declared import Unpack
 
 _AS_SAVED = "as saved"
 
@@ -35,22 +37,13 @@ class Compression:
     int4 = "int4"
 
 
+@GRADIENT_OPTIONS.taken(
+    "name device_dense device_sparse compression sparse_as_dense backward_passes_per_step op gradient_predivide_factor "
+    "average_aggregated_gradients num_groups groups process_set scale_local_gradients staleness",
+    "",
+)
 def DistributedOptimizer(  # noqa: N802  # Horovod's name
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: Op = AVERAGE,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-    staleness: int = 0,
+    optimizer: Any, *places: Any, **options: Unpack[GradientArguments]
 ) -> Any:
     """Let an optimizer reduce gradients over the ranks before it clips and applies them. Local.
 
@@ -65,19 +58,13 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
 
     Args:
         optimizer: a `keras.optimizers.Optimizer`, with variables already or without.
-        name, device_dense, device_sparse: without meaning here, taken for Horovod's sake.
-        compression: the format in which floats travel between nodes: one of `Compression`, or its name. Must agree.
-        sparse_as_dense: make sparse gradients dense before they are reduced; else what the ranks have is gathered.
-        backward_passes_per_step: how many batches make a step; sets ``gradient_accumulation_steps``. Must agree.
-        op: `Average` or `Sum`; must agree on all ranks.
-        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards. Must
-            agree.
-        average_aggregated_gradients: average over the batches of a step; False: sum them up. Must agree.
+        **options: as for `GradientArguments`.
+        compression: the format in which floats travel between nodes: one of `Compression`, or its name. Must agree on
+            all ranks, as all that follow must.
+        backward_passes_per_step: how many batches make a step; sets ``gradient_accumulation_steps``.
+        op: `Average` or `Sum`.
         num_groups, groups: without meaning here, as all gradients travel together.
-        process_set: the ranks that train together. On others the optimizer steps as it does by itself.
-        scale_local_gradients: divide gradients of local variables (``optimizer.register_local_var(variable)``, which
-            are not reduced) by the number of ranks.
-        staleness: by how many steps averages are applied late; must agree. The first steps apply zeros. See
+        staleness: by how many steps averages are applied late. The first steps apply zeros. See
             docs/recipes/staleness.md.
 
     Returns:
@@ -93,32 +80,18 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         raise ConfigError(
             f"DistributedOptimizer takes an optimizer of Keras, got one of type {type(optimizer).__name__}"
         )
+    process_set = options["process_set"]
     require_process_set(process_set).included()  # raises unless it is registered
-    options = Options(
-        op=op,
-        passes=backward_passes_per_step,
-        compression=wire_format_of(compression),
-        predivide_factor=gradient_predivide_factor,
-        staleness=staleness,
-    ).checked(config(), [])
-    if options.adasum:
+    chosen = Options.of(options, compression=wire_format_of(options["compression"]), groups=None).checked(config(), [])
+    if chosen.adasum:
         raise ConfigError("optimizers of Keras average or sum gradients (op Average or Sum), not op Adasum")
-    reduction = reduction_of(options, sparse_as_dense, process_set)
-    factor = 1.0 if average_aggregated_gradients else float(options.passes)
-    again = partial(
-        DistributedOptimizer,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        backward_passes_per_step=options.passes,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        average_aggregated_gradients=average_aggregated_gradients,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        staleness=staleness,
-    )
-    how = Distribution(reduction, keras.ops, process_set, scale_local=scale_local_gradients, factor=factor, again=again)
-    return distribute(optimizer, how, options.passes)
+    reduction = reduction_of(chosen, options["sparse_as_dense"], process_set)
+    factor = 1.0 if options["average_aggregated_gradients"] else float(chosen.passes)
+    kept: dict[str, Any] = {**options, "backward_passes_per_step": chosen.passes, "groups": None}
+    again = partial(DistributedOptimizer, **kept)
+    local = options["scale_local_gradients"]
+    how = Distribution(reduction, keras.ops, process_set, scale_local=local, factor=factor, again=again)
+    return distribute(optimizer, how, chosen.passes)
 
 
 def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name

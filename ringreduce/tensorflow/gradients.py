@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -46,8 +46,11 @@ from ringreduce.training.gradients.checks import CheckedModel
 from ringreduce.training.gradients.weights import Weights
 from ringreduce.training.optimizers.applying import Distribution, ListReduction, variables_of, with_methods
 from ringreduce.training.optimizers.optimizer import ListTraining
-from ringreduce.training.options.options import Options, averaging
+from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments, Options, averaging
 from ringreduce.training.options.refusals import ADASUM, SAMPLES, SHARES, refusal
+
+if TYPE_CHECKING:
+    from ringreduce.training.options.declared import Unpack
 
 _Gradients = list[Any]
 
@@ -111,6 +114,20 @@ class GradientReduction(ListReduction):
         self._process_set = process_set
         self._saved: dict[int, Any] = {}
         self._identities: dict[Any, Identity] = {}  # by variables
+
+    @classmethod
+    def of(cls, kind: str, options: GradientArguments) -> GradientReduction:
+        """Return the reduction of an optimizer or a tape of these options."""
+        return cls(
+            kind,
+            op=options["op"],
+            compression=options["compression"],
+            sparse_as_dense=options["sparse_as_dense"],
+            predivide=options["gradient_predivide_factor"],
+            groups=options["groups"] or options["num_groups"] or None,
+            process_set=options["process_set"],
+            staleness=options.get("staleness", 0),
+        )
 
     @entry
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], samples: Any = None) -> _Gradients:
@@ -362,19 +379,15 @@ def _spec(gradient: Host | None, variable: Any) -> tuple[tuple[int, ...], Any]:
 _reductions: dict[Any, GradientReduction] = {}
 
 
+@GRADIENT_OPTIONS.taken(
+    "device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor num_groups groups process_set "
+    "scale_local_gradients",
+    "",
+    compression=Compression.none,
+)
 @entry
 def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: Op = AVERAGE,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
+    gradtape: tf.GradientTape, *places: Any, **options: Unpack[GradientArguments]
 ) -> Any:
     """Return a tape of what another one has recorded, whose gradients are averaged over the ranks.
 
@@ -386,24 +399,16 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
 
     Args:
         gradtape: a tape, before, in or after its ``with``.
-        compression: of `Compression`; must agree on all ranks, as all that follow must.
-        sparse_as_dense: whether `tf.IndexedSlices` become tensors; else they are gathered.
-        op: `Average`, `Sum` or `Adasum`.
-        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
-        num_groups, groups: lists of variables, or a number of lists; gradients of a list are reduced together.
-        process_set: the ranks that train together.
-        scale_local_gradients: whether gradients of local sources are divided by the number of ranks.
+        **options: as for `GradientArguments`.
     """
-    chosen: Any = groups or num_groups or None
-    listed = isinstance(chosen, (list, tuple))
-    how = {"op": op, "compression": compression, "sparse_as_dense": sparse_as_dense, "process_set": process_set}
-    how |= {"predivide": gradient_predivide_factor}
-    groups_key = tuple(tuple(map(id, group)) for group in chosen) if listed else chosen
-    key = *how.values(), id(process_set), groups_key  # an equal set may be of an earlier world
-    if key not in _reductions:
-        _reductions[key] = GradientReduction("DistributedGradientTape", groups=chosen, **how)
+    lists = options["groups"]
+    listed = tuple(tuple(map(id, each)) for each in lists) if isinstance(lists, (list, tuple)) else lists
+    key = tuple({**options, "groups": listed, "process_set": id(options["process_set"])}.items())
+    if key not in _reductions:  # an equal set may be of an earlier world
+        _reductions[key] = GradientReduction.of("DistributedGradientTape", options)
     kind = type(gradtape)
-    distribution = Distribution(_reductions[key], tf, process_set, scale_local=scale_local_gradients)
+    scale = options["scale_local_gradients"]
+    distribution = Distribution(_reductions[key], tf, options["process_set"], scale_local=scale)
 
     def gradient(
         tape: Any,

@@ -13,13 +13,13 @@ from ringreduce.tensorflow.calls import entry, name_of
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.optimizers.replicas import Replicas, checking, is_averaged
-from ringreduce.training.options.local_options import LocalArguments, averaging, local_options
+from ringreduce.training.options.local_options import LOCAL_OPTIONS, LocalArguments, averaging
 
 if TYPE_CHECKING:
-    from ringreduce.training.options.local_options import Unpack
+    from ringreduce.training.options.declared import Unpack
 
 
-@local_options
+@LOCAL_OPTIONS.taken()
 class DiLoCo(Replicas):
     """Lets replicas step by themselves, and exchange weights once per period.
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow.calls import entry
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from ringreduce.tensorflow.gradients import GradientReduction
 from ringreduce.tensorflow.mpi_ops import grouped_allreduce
-from ringreduce.training.calls.requests import Adasum, Op
+from ringreduce.training.calls.requests import Adasum
 from ringreduce.training.optimizers.applying import Distribution, distribute, with_methods
 from ringreduce.training.optimizers.keras_copies import keep_copies_distributed
+from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments
 from ringreduce.training.options.refusals import (
     ACCUMULATION,
     ADASUM,
@@ -29,25 +28,20 @@ from ringreduce.training.options.refusals import (
     require_together,
 )
 
+if TYPE_CHECKING:
+    from ringreduce.training.options.declared import Unpack
 
+
+@GRADIENT_OPTIONS.taken(
+    "name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op "
+    "gradient_predivide_factor average_aggregated_gradients num_groups groups process_set scale_local_gradients "
+    "staleness",
+    "",
+    compression=Compression.none,
+)
 @entry
 def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
-    optimizer: Any,
-    name: str | None = None,
-    use_locking: bool = False,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: Op = AVERAGE,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-    staleness: int = 0,
+    optimizer: Any, *places: Any, **options: Unpack[GradientArguments]
 ) -> Any:
     """Let an optimizer average gradients over the ranks before it applies them; return it.
 
@@ -57,60 +51,36 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
 
     Args:
         optimizer: of Keras, on its backend tensorflow, or of `tf.compat.v1.train`, for sessions and eager programs.
-        name, use_locking, device_dense, device_sparse: without meaning here, taken for Horovod's sake.
-        compression: of `Compression`; must agree on all ranks, as all that follow must.
-        sparse_as_dense: whether `tf.IndexedSlices` become tensors; else they are gathered.
-        backward_passes_per_step: so many passes make a step; their gradients are summed up on each rank.
+        **options: as for `GradientArguments`.
         op: `Average` or `Sum`; or, for an optimizer of TensorFlow 1, `Adasum` of what its steps change.
-        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards.
-        average_aggregated_gradients: whether the sum of the passes is divided by their number.
-        num_groups, groups: lists of variables, or a number of lists; gradients of a list are reduced together.
-        process_set: the ranks that train together.
-        scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
         staleness: by how many steps averages are applied late; must agree. The first steps apply zeros. For optimizers
             of Keras. See docs/recipes/staleness.md.
 
     Raises:
         ConfigError: an argument is wrong, or two do not go together.
     """
-    passes = whole_number("backward_passes_per_step", backward_passes_per_step, 1)
+    op = options["op"]
+    process_set = options["process_set"]
+    averages_passes = options["average_aggregated_gradients"]
+    passes = whole_number("backward_passes_per_step", options["backward_passes_per_step"], 1)
     is_first = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     if not is_first and not hasattr(optimizer, "apply_gradients"):
         raise ConfigError(f"this is no optimizer of Keras or of TensorFlow 1, but a {type(optimizer).__name__}")
     used = {
         ADASUM: op == Adasum,
-        STALENESS: whole_number("staleness", staleness, 0),
-        ACCUMULATION: passes > 1 or (op == Adasum and average_aggregated_gradients),
+        STALENESS: whole_number("staleness", options["staleness"], 0),
+        ACCUMULATION: passes > 1 or (op == Adasum and averages_passes),
         FIRST_TENSORFLOW: is_first,
         KERAS: not is_first,
     }
     require_together([name for name, is_used in used.items() if is_used])
-    reduction = GradientReduction(
-        "DistributedOptimizer",
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        predivide=gradient_predivide_factor,
-        groups=groups or num_groups or None,
-        process_set=process_set,
-        staleness=staleness,
-    )
-    local = scale_local_gradients
+    reduction = GradientReduction.of("DistributedOptimizer", options)
+    local = options["scale_local_gradients"]
     if not is_first:
-        factor = 1.0 if average_aggregated_gradients else float(passes)
-        again = partial(
-            DistributedOptimizer,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            backward_passes_per_step=passes,
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            average_aggregated_gradients=average_aggregated_gradients,
-            num_groups=num_groups,  # but no groups: lists of variables that a copy does not have
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
-            staleness=staleness,
-        )
+        factor = 1.0 if averages_passes else float(passes)
+        # No groups: they are lists of variables that a copy does not have.
+        kept: dict[str, Any] = {**options, "backward_passes_per_step": passes, "groups": None}
+        again = partial(DistributedOptimizer, **kept)
         keep_copies_distributed(tf.keras)
         how = Distribution(reduction, tf.keras.ops, process_set, scale_local=local, factor=factor, again=again)
         return distribute(optimizer, how, passes)
@@ -122,8 +92,8 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
     helper = LocalGradientAggregationHelper(
         passes,
         distribution.reduced,
-        sparse_as_dense=sparse_as_dense,
-        average_aggregated_gradients=average_aggregated_gradients,
+        sparse_as_dense=options["sparse_as_dense"],
+        average_aggregated_gradients=averages_passes,
     )
     optimizer.aggregation_helper = helper  # of the object, so that a copy has its own
     return _with_reduction(optimizer, distribution, helped=True)

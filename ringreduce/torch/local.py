@@ -27,12 +27,12 @@ from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.training.binding.framework import Named
 from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.optimizers.local import Average, LocalTraining
-from ringreduce.training.options.local_options import LocalArguments, LocalOptions, averaging, local_options
+from ringreduce.training.options.local_options import LOCAL_OPTIONS, LocalArguments, LocalOptions, averaging
 from ringreduce.training.options.options import checked_names
 from ringreduce.training.options.refusals import LOCAL, SCALER, refusal
 
 if TYPE_CHECKING:
-    from ringreduce.training.options.local_options import Unpack
+    from ringreduce.training.options.declared import Unpack
 
 _Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
 
@@ -116,7 +116,7 @@ class Stepping:
         return nullcontext() if self.distributed is None else self.distributed.writing()
 
 
-@local_options
+@LOCAL_OPTIONS.taken()
 class DiLoCo(wrapper.Wrapper):
     """Wraps a torch optimizer: replicas step by themselves, and exchange weights once per period.
 

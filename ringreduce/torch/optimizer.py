@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.runtime import global_process_set
-from ringreduce.runtime.process_sets import ProcessSet, require_process_set
+from ringreduce.common.reduce_ops import SUM
+from ringreduce.runtime.process_sets import require_process_set
 from ringreduce.torch import own_state, wrapper, wrapping
-from ringreduce.torch.compression import BucketCompression, Compression, Compressor
+from ringreduce.torch.compression import Compression
 from ringreduce.torch.private import scaler_of
 from ringreduce.torch.reduced import Reduced, State, warn_of_own_step, warn_of_second_reduction
 from ringreduce.torch.sharded.saved import add_training, take_training
@@ -29,12 +28,20 @@ from ringreduce.torch.tensors.gradients import TorchParameters
 from ringreduce.torch.tensors.streams import TorchStreams
 from ringreduce.training.calls.requests import Adasum
 from ringreduce.training.optimizers.optimizer import Training
-from ringreduce.training.options.options import Options, checked_names
+from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments, Options, checked_names
 from ringreduce.training.options.refusals import CLOSURE, SCALER, SKIPPING
+
+if TYPE_CHECKING:
+    from ringreduce.training.options.declared import Unpack
 
 _KIND = "DistributedOptimizer"
 
 
+@GRADIENT_OPTIONS.taken(
+    "compression backward_passes_per_step op gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+    "bucket_nbytes skip_unused overlap reduce_in shard staleness split_updates",
+    compression=Compression.none,
+)
 class DistributedOptimizer(wrapper.Wrapper):
     """Wraps a torch optimizer: `step` reduces the gradients over all ranks, then lets the wrapped one step.
 
@@ -84,33 +91,11 @@ class DistributedOptimizer(wrapper.Wrapper):
             name them all.
         compression: what travels in place of gradients, applied to buckets of them; see `Compression`. What it keeps
             from step to step is saved in `state_dict`, for this rank.
+        **options: as for `GradientArguments`.
         backward_passes_per_step: how many backward passes come before each step. Buckets are reduced during the last;
             without ``overlap`` and ``reduce_in="backward"`` it changes nothing.
-        op: `Average`, `Sum` or `Adasum`.
-        gradient_predivide_factor: of an average, what gradients are divided by before they are summed; the result is
-            divided by the rest. For 16-bit gradients that would overflow.
-        num_groups: how many groups of equal length to make of the parameters; older name of ``groups``.
-        groups: lists of parameters, or the number of lists to make: what is in one list travels together.
         sparse_as_dense: make sparse gradients dense before they are reduced. If not, what the ranks have is gathered;
             so it is with SparseAdam, which takes no dense gradients.
-        process_set: the ranks that train together. On others the optimizer steps as it does by itself.
-        bucket_nbytes: a bucket of gradients that holds so many bytes is closed. None: `Config.bucket_nbytes`.
-        skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it;
-            False: give it zeros, which weight decay and momentum act on. None: True, and under Horovod's conventions
-            False.
-        overlap: reduce buckets during the backward pass; see `ringreduce.training.strategies.overlapped`. Not with
-            ``powersgd``, ``topk`` or ``gradient_predivide_factor``. None: with parameters on a GPU, yes; on one node,
-            no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
-        reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
-        shard: ``"node"``: a node has parameters and state once; ``"all"``: it has parameters once, and all ranks have
-            state once; see docs/recipes/sharding.md.
-        staleness: how many steps late averages are applied; the first steps change nothing. See
-            docs/recipes/staleness.md.
-        split_updates: let each rank update some of the parameters, whole ones, and give the others the results, with
-            the bits of each rank updating all. For optimizers with costly updates, each of which depends on its own
-            parameter and gradient alone; not with Adasum or ``shard``. None: with `torch.optim.Muon` and parameters in
-            host memory, where both are tried in turn, at least four times, and the quicker one stays; with others, no.
-            See docs/recipes/methods.md.
 
     All arguments from ``compression`` on must be equal on all ranks.
 
@@ -127,27 +112,14 @@ class DistributedOptimizer(wrapper.Wrapper):
         | Mapping[str, torch.Tensor]
         | torch.nn.Module
         | None = None,
-        compression: type[Compressor] | type[BucketCompression] | BucketCompression = Compression.none,
-        backward_passes_per_step: int = 1,
-        op: ReduceOp | str = AVERAGE,
-        gradient_predivide_factor: float = 1.0,
-        num_groups: int = 0,
-        groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
-        sparse_as_dense: bool = False,
-        process_set: ProcessSet = global_process_set,
-        *,
-        bucket_nbytes: int | None = None,
-        skip_unused: bool | None = None,
-        overlap: bool | None = None,
-        reduce_in: Literal["step", "backward"] = "step",
-        shard: Literal["node", "all"] | None = None,
-        staleness: int = 0,
-        split_updates: bool | None = None,
+        *places: Any,
+        **options: Unpack[GradientArguments],
     ) -> None:
         # Optimizer.__init__ is not called: what it would set is the wrapped optimizer's, by properties and __getattr__.
         self._optimizer = optimizer
         sparse_only = isinstance(optimizer, torch.optim.SparseAdam)
-        bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense and not sparse_only)
+        process_set = options["process_set"]
+        bind = partial(TorchParameters, sparse_as_dense=options["sparse_as_dense"] and not sparse_only)
         self._make_training = partial(Training, _KIND, process_set, TENSORS, bind)
         self._training = training = self._make_training()
         with training.checking(_KIND):
@@ -157,32 +129,24 @@ class DistributedOptimizer(wrapper.Wrapper):
                     "this is a DistributedOptimizer already; wrapped twice, it would reduce gradients twice"
                 )
             wrapping.require_optimizer(optimizer)
-            options = Options(
-                op=op,
-                passes=backward_passes_per_step,
+            compression = options["compression"]
+            chosen = Options.of(
+                options,
                 compression=None if compression is Compression.none else compression,
-                predivide_factor=gradient_predivide_factor,
-                groups=num_groups if groups is None else groups,
-                bucket_nbytes=bucket_nbytes,
-                skip_unused=True if sparse_only else skip_unused,
-                overlap=overlap,
-                reduce_in=reduce_in,
-                shard=shard,
-                staleness=staleness,
+                skip_unused=True if sparse_only else options["skip_unused"],
                 elementwise=is_elementwise(optimizer),
-                split_updates=split_updates,
             ).checked(training.communicator.config, self._parameters())
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
             names = checked_names(self._parameters(), named_parameters)
-            require_shardable(optimizer, shard, process_set)
-            require_splittable(optimizer, split_updates)
+            require_shardable(optimizer, options["shard"], process_set)
+            require_splittable(optimizer, options["split_updates"])
             # None of these refers to the wrapper, so that hooks end with it.
             self._named = partial(wrapping.named_parameters, optimizer, names)
             self._settings = wrapping.Settings(optimizer)
             TorchStreams(training.communicator).require_usable(self._parameters())
-        training.begin(type(optimizer).__name__, self._named, options, self._settings)
-        self._reset_step_state(options)
+        training.begin(type(optimizer).__name__, self._named, chosen, self._settings)
+        self._reset_step_state(chosen)
 
     def _reset_step_state(self, options: Options) -> None:
         self._op = options.op

@@ -279,6 +279,31 @@ def test_options_of_local_training_are_shown() -> None:
         hvd.DiLoCo(None, perod=3)
 
 
+TAKERS = (
+    ("torch", "DistributedOptimizer", "compression"),
+    ("tensorflow", "DistributedOptimizer", "name"),
+    ("tensorflow", "DistributedGradientTape", "device_dense"),
+    ("keras", "DistributedOptimizer", "name"),
+    ("jax", "DistributedGradientTransformation", "op"),
+)
+
+
+@pytest.mark.parametrize(("binding", "name", "first"), TAKERS)
+def test_options_of_optimizers_are_shown(binding: str, name: str, first: str) -> None:
+    """In Horovod's order, by the signature and once by the docstring; a wrong one is named."""
+    hvd = pytest.importorskip(f"ringreduce.{binding}")
+    taker = getattr(hvd, name)
+    parameters = inspect.signature(taker).parameters
+    assert not {"places", "options"} & parameters.keys()
+    common = [*parameters][[*parameters].index(first) :]
+    described = re.findall(r"^    ([\w, ]+): ", inspect.getdoc(taker), re.MULTILINE)
+    names = [each for entry in described for each in entry.split(", ")]
+    assert [each for each in names if each in common] == common
+    assert {each.annotation for each in parameters.values()} >= {"ProcessSet"}
+    with pytest.raises(TypeError, match=rf"{name}.*'opp'"):
+        taker(None, opp=3)
+
+
 _IMPORT = re.compile(r"^[ \t]*from (ringreduce(?:\.\w+)*) import (\([^)]*\)|[\w, ]+)$", re.MULTILINE)
 
 

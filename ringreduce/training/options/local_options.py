@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from functools import wraps
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
@@ -16,14 +14,10 @@ from ringreduce.common.arguments import real_number, shown, whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import is_wire_format
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack as Unpack  # in typing from Python 3.11 on; bindings import it from here
+from ringreduce.training.options.declared import Declared
 
 #: What can be averaged.
 _AVERAGED = ("parameters", "buffers", "state")
-
-_Kind = TypeVar("_Kind", bound=type)
 
 
 class LocalArguments(TypedDict, total=False):
@@ -170,47 +164,8 @@ def averaging(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"outer_lr": 1.0, "outer_momentum": 0.0, **options}
 
 
-def local_options(kind: _Kind) -> _Kind:
-    """Decorate a class whose constructor takes ``**options: Unpack[LocalArguments]``.
-
-    The signature and the docstring of the class get these options in place of ``**options``, each with its default. The
-    constructor gets all of them, also those that the user left out.
-    """
-    decorated: Any = kind
-    make = decorated.__init__
-    signature = completed(inspect.signature(make))
-
-    @wraps(make)
-    def complete(*arguments: Any, **options: Any) -> None:
-        try:
-            bound = signature.bind(*arguments, **options)
-        except TypeError as error:
-            raise TypeError(f"{kind.__name__}.__init__() {error}") from None
-        bound.apply_defaults()
-        make(*bound.args, **bound.kwargs)
-
-    vars(complete)["__signature__"] = signature
-    decorated.__init__ = complete
-    decorated.__doc__ = described(kind.__doc__ or "")
-    return kind
-
-
-def completed(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature with each of `LocalArguments` in place of ``**options``, before other named arguments."""
-    defaults = inspect.signature(LocalOptions).parameters
-    shared = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name].default, annotation=annotation.__forward_arg__
-        )
-        for name, annotation in LocalArguments.__annotations__.items()
-    ]
-    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    named = sum(each.kind is inspect.Parameter.KEYWORD_ONLY for each in own)
-    places = len(own) - named
-    return signature.replace(parameters=[*own[:places], *shared, *own[places:]])
-
-
-def described(docstring: str) -> str:
-    """Return a docstring whose entry ``**options`` is replaced by those of `LocalArguments`."""
-    _, _, shared = inspect.cleandoc(LocalArguments.__doc__ or "").partition("Attributes:\n")
-    return re.sub(r"^ +\*\*options: .*$", lambda _: shared, inspect.cleandoc(docstring), flags=re.MULTILINE)
+#: Of classes that train locally.
+LOCAL_OPTIONS = Declared(
+    LocalArguments,
+    {name: each.default for name, each in inspect.signature(LocalOptions).parameters.items()},
+)

@@ -7,8 +7,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
@@ -17,7 +17,10 @@ from ringreduce.common.arguments import real_number, shown, whole_number
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.compression import has_reducers, is_wire_format, signature_of
+from ringreduce.training.options.declared import Declared
 from ringreduce.training.options.refusals import (
     ADASUM,
     BACKWARD,
@@ -46,6 +49,70 @@ _OTHER_OPS = ("sum", "min", "max", "product", "prod", Adasum, ReproducibleSum)  
 
 #: Of buckets of sharded parameters that are not reduced before the step: each costs two meetings of the ranks.
 _SHARDED_NBYTES = 256 << 20
+
+
+class GradientArguments(TypedDict, total=False):
+    """The options by which bindings reduce gradients, by the names that users know; each binding takes some.
+
+    Attributes:
+        name, use_locking, device_dense, device_sparse: without meaning here, taken for Horovod's sake.
+        compression: of `Compression`; must agree on all ranks, as all that follow must.
+        backward_passes_per_step: so many passes make a step; their gradients are summed up on each rank.
+        op: `Average`, `Sum` or `Adasum`.
+        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards: for
+            16-bit gradients that would overflow.
+        average_aggregated_gradients: whether the sum of the passes is divided by their number.
+        num_groups: how many groups of equal length to make; older name of ``groups``.
+        groups: lists of parameters, or the number of lists to make: gradients of a list are reduced together.
+        sparse_as_dense: whether sparse gradients become dense before they are reduced; else what the ranks have is
+            gathered.
+        process_set: the ranks that train together. On others the optimizer steps as it does by itself.
+        scale_local_gradients: whether gradients of local variables, which are not reduced, are divided by the number of
+            ranks.
+        bucket_nbytes: a bucket of gradients that holds so many bytes is closed. None: `Config.bucket_nbytes`.
+        skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it;
+            False: give it zeros, which weight decay and momentum act on. None: True, and under Horovod's conventions
+            False.
+        overlap: reduce buckets during the backward pass; see `ringreduce.training.strategies.overlapped`. Not with
+            ``powersgd``, ``topk`` or ``gradient_predivide_factor``. None: with parameters on a GPU, yes; on one node,
+            no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
+        reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
+        shard: ``"node"``: a node has parameters and state once; ``"all"``: it has parameters once, and all ranks have
+            state once; see docs/recipes/sharding.md.
+        staleness: by how many steps averages are applied late; the first steps change nothing. See
+            docs/recipes/staleness.md.
+        split_updates: let each rank update some of the parameters, whole ones, and give the others the results, with
+            the bits of each rank updating all. For optimizers with costly updates, each of which depends on its own
+            parameter and gradient alone; not with Adasum or ``shard``. None: with `torch.optim.Muon` and parameters in
+            host memory, where both are tried in turn, at least four times, and the quicker one stays; with others, no.
+            See docs/recipes/methods.md.
+    """
+
+    name: str | None
+    use_locking: bool
+    device_dense: str
+    device_sparse: str
+    compression: Any
+    backward_passes_per_step: int
+    op: Op
+    gradient_predivide_factor: float
+    average_aggregated_gradients: bool
+    num_groups: int
+    groups: int | Sequence[Sequence[Any]] | None
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    scale_local_gradients: bool
+    bucket_nbytes: int | None
+    skip_unused: bool | None
+    overlap: bool | None
+    reduce_in: Literal["step", "backward"]
+    shard: Literal["node", "all"] | None
+    staleness: int
+    split_updates: bool | None
+
+
+#: What users call fields of `Options`, where that is another name.
+_BY_USERS = {"passes": "backward_passes_per_step", "predivide_factor": "gradient_predivide_factor"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +157,23 @@ class Options:
     staleness: Any = 0
     elementwise: bool = False
     split_updates: bool | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **own: Any) -> Options:
+        """Return the options that a binding was given.
+
+        Args:
+            arguments: of `GradientArguments`, some of them.
+            own: options in place of those that these say.
+        """
+        given = {
+            each.name: arguments[_BY_USERS.get(each.name, each.name)]
+            for each in fields(cls)
+            if _BY_USERS.get(each.name, each.name) in arguments
+        }
+        if given.get("groups") is None:
+            given["groups"] = arguments.get("num_groups")
+        return cls(**{**given, **own})
 
     @property
     def weighs(self) -> bool:
@@ -191,6 +275,18 @@ class Options:
             "staleness": self.staleness,
             "shard": self.shard and f"{self.shard}, {'elements' if self.elementwise else 'whole parameters'}",
         }
+
+
+#: Of optimizers and tapes.
+GRADIENT_OPTIONS = Declared(
+    GradientArguments,
+    {
+        **{_BY_USERS.get(each.name, each.name): each.default for each in fields(Options)},
+        **{"name": None, "use_locking": False, "device_dense": "", "device_sparse": ""},
+        **{"average_aggregated_gradients": False, "num_groups": 0, "sparse_as_dense": False},
+        **{"process_set": global_process_set, "scale_local_gradients": True},
+    },
+)
 
 
 def chosen_op(op: Op | None, average: Any) -> Op:
