@@ -62,11 +62,6 @@ class MeasuredCollective:
     messages: int = 1
 
     @property
-    def osu_name(self) -> str:
-        """How the OSU micro-benchmarks call it."""
-        return {"broadcast": "Bcast", "latency": "", "bandwidth": ""}.get(self.name, self.name.capitalize())
-
-    @property
     def overwrites(self) -> bool:
         """Whether the result of the form in place overwrites all of the input."""
         return self.in_place and not self.divided

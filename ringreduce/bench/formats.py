@@ -1,4 +1,4 @@
-"""Results as text: the layouts of nccl-tests and of the OSU micro-benchmarks, a short one, JSON, CSV. Pure functions.
+"""Results as text: the layout of nccl-tests, a short one, JSON, CSV. Pure functions.
 
 A line of a table is made by a format string whose fields have the names of the columns: their heads, and what they show
 of a row. A writer gives the lines before the first result, those of one row as soon as it is measured, and those at the
@@ -161,41 +161,6 @@ class ShortWriter(Writer):
         return f"wrong elements: {report.nwrong}\n" if report.nwrong else ""
 
 
-class OsuWriter(Writer):
-    """Size and latency as the OSU micro-benchmarks print them; in place where the collective can."""
-
-    def _form(self) -> str:
-        if self.settings.collective == "bandwidth":
-            return "{# Size:<10}{Bandwidth (MB/s):>18}"
-        form = "{# Size:<10}{Avg Latency(us):>18}"
-        if self.settings.per_iteration:
-            form += "{Min Latency(us):>18}{Max Latency(us):>18}{Iterations:>12}"
-            form += "{P50 Tail Lat(us):>20}{P90 Tail Lat(us):>20}{P99 Tail Lat(us):>20}"
-        return form
-
-    def head(self, machine: Machine) -> str:
-        collective = COLLECTIVES[self.settings.collective]
-        test = f"{collective.osu_name} Latency".lstrip()
-        how = f"{self.settings.form}; Avg: mean over the iterations of the slowest rank's time"
-        if collective.name == "bandwidth":
-            test = "Bandwidth"
-            how = f"messages one after the other, {collective.messages} before an answer"
-        title = f"OSU MPI {test} Test layout, ringreduce {machine.versions['ringreduce']}"
-        return comments(title, how, f"Datatype: {', '.join(self.settings.types)}.") + heads_of(self._form(), {}, "")
-
-    def row(self, row: Row) -> str:
-        time = row.best.time
-        nbytes = row.best.case.nbytes
-        us = {"Avg Latency(us)": time.mean, "Min Latency(us)": time.min, "Max Latency(us)": time.max}
-        us |= {"P50 Tail Lat(us)": time.median, "P90 Tail Lat(us)": time.p90, "P99 Tail Lat(us)": time.p99}
-        us |= {"Bandwidth (MB/s)": nbytes / time.mean if time.mean else 0.0}
-        cells = {name: f"{value:.2f}" for name, value in us.items()}
-        return self._form().format_map({**cells, "# Size": nbytes, "Iterations": time.iterations}) + "\n"
-
-    def foot(self, report: Report) -> str:
-        return f"# Wrong elements: {report.nwrong}\n" if report.nwrong else ""
-
-
 class CsvWriter(Writer):
     """The entries of the JSON report as flat columns, one line per result."""
 
@@ -225,7 +190,6 @@ class JsonWriter(Writer):
 WRITERS: dict[str, type[Writer]] = {
     "nccl": NcclWriter,
     "short": ShortWriter,
-    "osu": OsuWriter,
     "json": JsonWriter,
     "csv": CsvWriter,
 }

@@ -33,7 +33,7 @@ class Settings:
         shared_buffers: whether arrays come from ``ringreduce.empty``.
         new_results: whether calls that are not in place return new arrays, instead of the same one each time.
         peers: who else is measured.
-        format: ``"nccl"``, ``"short"``, ``"osu"``, ``"json"`` or ``"csv"``.
+        format: ``"nccl"``, ``"short"``, ``"json"`` or ``"csv"``.
         output_file: where to write the JSON report as well.
         per_iteration: whether to show how the iterations' times spread.
         device: ``"cpu"``, or ``"cuda"`` for arrays in the memory of a GPU.

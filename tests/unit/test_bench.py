@@ -618,16 +618,6 @@ def test_times_are_those_of_one_message():
     assert Summary.of_seconds(np.array([16e-6]), COLLECTIVES["bandwidth"].messages).median == pytest.approx(1.0)
 
 
-def test_bandwidth_in_the_layout_of_osu():
-    """Size and megabytes per second."""
-    reports, printed = run(Settings("bandwidth", format="osu", **FAST))
-    lines = [line.split() for line in printed.splitlines() if not line.startswith("#")]
-    assert "Bandwidth (MB/s)" in printed
-    for line, row in zip(lines, reports[0].rows, strict=True):
-        case, time = row.best.case, row.best.time
-        assert float(line[1]) == pytest.approx(case.nbytes / time.mean, abs=0.01)
-
-
 @pytest.mark.parametrize(("taken", "busy"), [(0.1, False), (1.5, True)])
 def test_a_busy_machine_is_told(taken: float, busy: bool):
     """All ranks report what others took of their machine's time while they measured; the JSON report has it."""

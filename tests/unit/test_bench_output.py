@@ -20,7 +20,7 @@ from click.testing import CliRunner
 import ringreduce
 import ringreduce.testing
 from ringreduce.bench.cases import COLLECTIVES, Case
-from ringreduce.bench.formats import CsvWriter, JsonWriter, NcclWriter, OsuWriter, ShortWriter, to_json
+from ringreduce.bench.formats import CsvWriter, JsonWriter, NcclWriter, ShortWriter, to_json
 from ringreduce.bench.measure import Summary
 from ringreduce.bench.plots import curves, page, save
 from ringreduce.bench.results import CaseBound, Machine, Report, Result, Row, Settings
@@ -310,30 +310,6 @@ def test_nccl_foot_tells_of_wrong_elements():
     """Wrong elements are summed over the results and named as failure; unverified results are not called right."""
     assert NcclWriter(SETTINGS).foot(report(row(nwrong=2))).splitlines()[0] == "# Out of bounds values : 4 FAILED"
     assert NcclWriter(SETTINGS).foot(report(row(nwrong=None))).splitlines()[0] == "# Out of bounds values : N/A"
-
-
-def test_osu():
-    """Size in the first column, a number in the second."""
-    writer = OsuWriter(dataclasses.replace(SETTINGS, peers=()))
-    text = writer.head(MACHINE) + writer.row(row()) + writer.foot(report(row()))
-    assert text.splitlines() == [
-        "# OSU MPI Allreduce Latency Test layout, ringreduce 0.1.0",
-        "# in place; Avg: mean over the iterations of the slowest rank's time",
-        "# Datatype: float.",
-        "# Size       Avg Latency(us)",
-        "8                       6.50",
-    ]
-
-
-def test_osu_with_spread():
-    """``-I`` adds the columns of OSU's full and percentile output."""
-    writer = OsuWriter(dataclasses.replace(SETTINGS, per_iteration=True))
-    heads = writer.head(MACHINE).splitlines()[-1]
-    assert heads == (
-        "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
-        "    P50 Tail Lat(us)    P90 Tail Lat(us)    P99 Tail Lat(us)"
-    )
-    assert writer.row(row()).split() == ["8", "6.50", "6.43", "6.59", "3", "6.47", "6.57", "6.59"]
 
 
 def test_csv():
