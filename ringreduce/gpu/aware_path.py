@@ -1,5 +1,7 @@
 """The allreduce of device memory by an MPI library that takes its addresses, and CuPy's kernels.
 
+This path has not run on a device: tests use drivers in host memory, and `scripts/gpu_check` has reported on no GPU.
+
 The library moves bytes and nothing else: its own reductions may go through the host, and round in other places. In the
 schedule, direct of `ringreduce.algorithms.pairs`, all terms of a block are added up in the order of ranks, and 16-bit
 floats are rounded once.

@@ -1,7 +1,8 @@
 """Can the MPI library take addresses of GPU memory? It is asked, never tried: one that cannot ends in a segfault.
 
 No question is answered by all libraries. In this order: the kinds of memory that MPI 4.1 lets a communicator name, the
-extensions of Open MPI and MPICH, the switches of MVAPICH and Cray MPICH.
+extensions of Open MPI and MPICH, the switches of MVAPICH and Cray MPICH. No library that said yes was
+tried on a device.
 """
 
 from __future__ import annotations
