@@ -23,7 +23,7 @@ from ringreduce.engine.coordinator import fuse
 from ringreduce.jax import ffi
 from ringreduce.jax.ordering import put_in_order
 from ringreduce.jax.private import before_compiling, trace_state
-from ringreduce.jax.steps import Step, steps_of
+from ringreduce.jax.steps import StepReduction, steps_of
 from ringreduce.runtime import count as tell
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
@@ -50,13 +50,13 @@ _sets: dict[tuple[int, ...] | None, ProcessSet] = {None: global_process_set}
 
 
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...] | None:
-    """Return how a `Call` names a process set."""
+    """Return how a `CompiledCall` names a process set."""
     ranks = None if process_set is global_process_set else tuple(process_set.ranks or ())
     _sets[ranks] = process_set
     return ranks
 
 
-class Call(NamedTuple):
+class CompiledCall(NamedTuple):
     """A collective on a list of arrays, as values that a compiled program can hold.
 
     Attributes:
@@ -106,7 +106,8 @@ class Call(NamedTuple):
 #: those for the results, whether sums are divided by the number of ranks, and the ranks; and return the results.
 FUNCTIONS: dict[str, Callable[[Sequence[Host], Sequence[Host], bool, Communicator], Sequence[Host]]] = {}
 
-#: The kind of calls that a function of `LISTS` carries out, with state of this process; `Call.function` is its key.
+#: The kind of calls that a function of `LISTS` carries out, with state of this process; its key is
+#: `CompiledCall.function`.
 LISTED = "listed"
 
 
@@ -114,7 +115,7 @@ class Listed(Protocol):
     """Reduces arrays with what this process keeps."""
 
     def carry_out(
-        self, name: str | None, sources: Sequence[Host], targets: Sequence[Host], others: Callable[[], ffi.Memory]
+        self, name: str | None, sources: Sequence[Host], targets: Sequence[Host], others: Callable[[], ffi.XlaArrays]
     ) -> None:
         """Reduce arrays into others, as the compiled program's operation of a name, which has others beside them."""
 
@@ -126,7 +127,7 @@ LISTS: WeakValueDictionary[str, Listed] = WeakValueDictionary()
 ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
 
 
-def request_of(call: Call, sources: Sequence[Host], targets: Sequence[Host] | None = None) -> Request:
+def request_of(call: CompiledCall, sources: Sequence[Host], targets: Sequence[Host] | None = None) -> Request:
     """Return a collective of arrays of the host, whose results are new arrays, or ``targets``."""
     with RequestBuilder(call.kind, call.operation, _sets[call.ranks]) as prepare:
         scales = call.prescale, call.postscale
@@ -151,7 +152,7 @@ def _stored(outs: Sequence[Host | None], made: Sequence[Host]) -> Sequence[Host]
     return made
 
 
-def _run(call: Call, sources: Sequence[Host], outs: Sequence[Any], ranks: Communicator) -> Sequence[Host]:
+def _run(call: CompiledCall, sources: Sequence[Host], outs: Sequence[Any], ranks: Communicator) -> Sequence[Host]:
     """Carry out a call that is no request of ready make; ``outs`` are for the results, None: these are new arrays."""
     if call.function is not None:
         return FUNCTIONS[call.function](sources, outs, call.op == AVERAGE.value, ranks)
@@ -159,14 +160,14 @@ def _run(call: Call, sources: Sequence[Host], outs: Sequence[Any], ranks: Commun
     return [run(ranks, call, source, out) for source, out in zip(sources, outs, strict=True)]
 
 
-def _reduce(ranks: Communicator, call: Call, source: Host, out: Any) -> Host:
+def _reduce(ranks: Communicator, call: CompiledCall, source: Host, out: Any) -> Host:
     if ranks.reduce(source, call.root, call.op, out=out) is None:
         out.fill(0)
     return out  # type: ignore[no-any-return]
 
 
 #: How collectives that are no reductions to all ranks are made of one array, by kind.
-_BLOCKING: dict[str, Callable[[Communicator, Call, Host, Any], Host]] = {
+_BLOCKING: dict[str, Callable[[Communicator, CompiledCall, Host, Any], Host]] = {
     "allgather": lambda ranks, call, source, out: ranks.allgather(source, out=out),
     "alltoall": lambda ranks, call, source, out: ranks.alltoall(source, out=out),
     "broadcast": lambda ranks, call, source, out: ranks.broadcast(source, call.root, out=out),
@@ -211,12 +212,12 @@ def is_traced(leaves: Sequence[Any]) -> bool:
 
 
 def run_compiled(
-    call: Call,
+    call: CompiledCall,
     shapes: Sequence[Shape],
     adjoint: Callable[[Sequence[Any]], Sequence[Any]],
     leaves: Sequence[Any],
     wrap: Callable[[Any], Any] = lambda function: function,
-    step: Step | None = None,
+    step: StepReduction | None = None,
 ) -> Sequence[Any]:
     """Return what a call of the compiled program makes of arrays.
 
@@ -251,7 +252,7 @@ def run_compiled(
     return run(*leaves, *beside)  # type: ignore[no-any-return]
 
 
-def _at_once(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays: Any) -> Sequence[Any]:
+def _at_once(call: CompiledCall, shapes: Sequence[Shape], step: StepReduction | None, *arrays: Any) -> Sequence[Any]:
     batched = "broadcast_all" if call.kind in ALIKE else "sequential"
     leaves = arrays[: len(shapes)]
     beside = arrays[len(shapes) :]
@@ -260,7 +261,7 @@ def _at_once(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays: An
     return ffi.call(json.dumps(call), leaves, shapes, batched=batched, after=beside)
 
 
-def _in_buckets(call: Call, shapes: Sequence[Shape], step: Step | None, *arrays: Any) -> Sequence[Any]:
+def _in_buckets(call: CompiledCall, shapes: Sequence[Shape], step: StepReduction | None, *arrays: Any) -> Sequence[Any]:
     """Reduce one bucket of arrays after the other, the last arrays first: in the order of most backward passes.
 
     XLA then has memory for few gradients at a time, which it uses again and again, and not for all of them, which it
@@ -301,11 +302,11 @@ class _Repeated(NamedTuple):
     """
 
     request: Request
-    sources: ffi.Memory
-    targets: ffi.Memory
+    sources: ffi.XlaArrays
+    targets: ffi.XlaArrays
 
     @classmethod
-    def of(cls, call: Call, arguments: ffi.Memory, results: ffi.Memory) -> _Repeated:
+    def of(cls, call: CompiledCall, arguments: ffi.XlaArrays, results: ffi.XlaArrays) -> _Repeated:
         into, targets = results.beside()
         given, sources = (into, targets) if call.kind == "allreduce" else arguments.beside()
         return cls(request_of(call, sources, targets), given, into)
@@ -315,7 +316,7 @@ class _Repeated(NamedTuple):
 _repeated = Recent[tuple[Any, ...], _Repeated](_KEPT)
 
 
-def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory, others: Callable[[], ffi.Memory]) -> None:
+def _handle(text: bytes, arguments: ffi.XlaArrays, results: ffi.XlaArrays, others: Callable[[], ffi.XlaArrays]) -> None:
     """Carry out a call of a compiled program."""
     raise_unseen()
     call = _read(text)
@@ -343,7 +344,7 @@ def _handle(text: bytes, arguments: ffi.Memory, results: ffi.Memory, others: Cal
     _repeated[key] = repeated
 
 
-def _look(call: Call, arguments: ffi.Memory, others: Callable[[], ffi.Memory]) -> None:
+def _look(call: CompiledCall, arguments: ffi.XlaArrays, others: Callable[[], ffi.XlaArrays]) -> None:
     """Count a step, and look at what it is about to reduce, if anything is due."""
     assert call.step is not None
     if call.first:
@@ -377,10 +378,10 @@ def _numbered(texts: Sequence[str]) -> list[str]:
 
 
 @lru_cache(4096)
-def _read(text: bytes) -> Call:
+def _read(text: bytes) -> CompiledCall:
     kind, name, ranks, *rest, identity = json.loads(text)
     of = None if identity is None else Identity(identity[0], tuple(identity[1]))
-    return Call(kind, name, None if ranks is None else tuple(ranks), *rest)._replace(identity=of)
+    return CompiledCall(kind, name, None if ranks is None else tuple(ranks), *rest)._replace(identity=of)
 
 
 ffi.register(_handle)

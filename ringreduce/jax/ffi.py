@@ -33,10 +33,10 @@ _INTERNAL = 13  # the code of errors, as of absl
 
 #: Takes the text of a `call`, the memory of its arguments, that of its results, and what returns the memory of the
 #: arrays that the call is ``after``.
-Handler = Callable[[bytes, "Memory", "Memory", Callable[[], "Memory"]], None]
+Handler = Callable[[bytes, "XlaArrays", "XlaArrays", Callable[[], "XlaArrays"]], None]
 
 # All structures begin with their size and the address of an extension.
-_FRAME = Struct("@NP PPi NPqPP NPqPP NPqPPP")  # API, context, stage; arguments, results, attributes: see `Memory.of`
+_FRAME = Struct("@NP PPi NPqPP NPqPP NPqPPP")  # API, context, stage; arguments, results, attributes: see `XlaArrays.of`
 _BUFFER = Struct("@NP iPqP")  # dtype, address, number of dimensions, dimensions
 _EXTENSION = Struct("@NiPP")  # of type `_METADATA`: type, the next one, the structure to fill
 _ERROR = Struct("@NP Pi")  # message, code
@@ -57,7 +57,7 @@ _DTYPES: dict[int, npt.DTypeLike] = {
 _NUMBERS = {np.dtype(dtype): number for number, dtype in _DTYPES.items()}
 
 
-class Memory(NamedTuple):
+class XlaArrays(NamedTuple):
     """Arrays by their addresses; those of a compiled program are there as long as it waits for a call.
 
     Attributes:
@@ -69,7 +69,7 @@ class Memory(NamedTuple):
     addresses: list[int]
 
     @classmethod
-    def of(cls, count: int, buffers: int) -> Memory:
+    def of(cls, count: int, buffers: int) -> XlaArrays:
         """Read XLA's descriptions of so many arrays, which are at this address."""
         layout = []
         addresses = []
@@ -80,7 +80,7 @@ class Memory(NamedTuple):
         return cls(tuple(layout), addresses)
 
     @classmethod
-    def holding(cls, arrays: Sequence[npt.NDArray[Any]]) -> Memory:
+    def holding(cls, arrays: Sequence[npt.NDArray[Any]]) -> XlaArrays:
         """Return the memory of contiguous arrays, which is there as long as they are."""
         layout = [(_NUMBERS[each.dtype], pack(f"{each.ndim}q", *each.shape)) for each in arrays]
         return cls(tuple(layout), [each.ctypes.data for each in arrays])
@@ -98,15 +98,15 @@ class Memory(NamedTuple):
             for (shape, dtype, memory), address in zip(described, self.addresses, strict=True)
         ]
 
-    def copy_to(self, other: Memory) -> None:
+    def copy_to(self, other: XlaArrays) -> None:
         """Overwrite arrays of the same shapes and dtypes."""
         for each, source, target in zip(self.layout, self.addresses, other.addresses, strict=True):
             ctypes.memmove(target, source, ctypes.sizeof(_described(*each)[2]))
 
-    def beside(self) -> tuple[Memory, list[npt.NDArray[Any]]]:
+    def beside(self) -> tuple[XlaArrays, list[npt.NDArray[Any]]]:
         """Return new arrays of the same shapes and dtypes; their memory is there as long as they are."""
         arrays = [np.empty(*_described(*each)[:2]) for each in self.layout]
-        return Memory(self.layout, [each.ctypes.data for each in arrays]), arrays
+        return XlaArrays(self.layout, [each.ctypes.data for each in arrays]), arrays
 
 
 @lru_cache(4096)
@@ -141,10 +141,10 @@ def register(handler: Handler) -> None:
             results_count -= tokens
             text = ctypes.string_at(*_read(_TEXT, *_read(_ADDRESS, attributes)))
 
-            def others() -> Memory:
-                return Memory.of(count - results_count, arguments + results_count * _ADDRESS.size)
+            def others() -> XlaArrays:
+                return XlaArrays.of(count - results_count, arguments + results_count * _ADDRESS.size)
 
-            handler(text, Memory.of(results_count, arguments), Memory.of(results_count, results), others)
+            handler(text, XlaArrays.of(results_count, arguments), XlaArrays.of(results_count, results), others)
         except BaseException as error:
             awaited = getattr(inspect.currentframe(), "f_back", None) is not None  # else this is a thread of XLA
             message = ctypes.create_string_buffer(described(error, awaited=awaited).encode(errors="replace"))
@@ -225,7 +225,9 @@ def _carry_out(
         ]
     others = [np.asarray(each, order="C") for each in given[count:]]
     try:
-        _handlers[-1](text.encode(), Memory.holding(arguments), Memory.holding(results), lambda: Memory.holding(others))
+        _handlers[-1](
+            text.encode(), XlaArrays.holding(arguments), XlaArrays.holding(results), lambda: XlaArrays.holding(others)
+        )
     except BaseException as error:
         raise RuntimeError(described(error, awaited=False)) from None  # as `register` does for programs on the CPU
     return results

@@ -18,9 +18,9 @@ from jax.custom_batching import custom_vmap
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.jax import ffi
-from ringreduce.jax.calls import LISTED, LISTS, Call, Host, is_traced, name_here, ranks_of
+from ringreduce.jax.calls import LISTED, LISTS, CompiledCall, Host, is_traced, name_here, ranks_of
 from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
-from ringreduce.jax.steps import ADVICE, NOTHING, Step
+from ringreduce.jax.steps import ADVICE, NOTHING, StepReduction
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.error_text import raise_unseen
 from ringreduce.training.binding.framework import Advice
@@ -98,7 +98,7 @@ class HostReduction:
         LISTS[self._key] = self
 
     def reduce(
-        self, leaves: Sequence[Any], name: str | None = None, samples: Any = None, step: Step | None = None
+        self, leaves: Sequence[Any], name: str | None = None, samples: Any = None, step: StepReduction | None = None
     ) -> list[Any]:
         """Return the averages, or sums, of arrays. Collective.
 
@@ -114,7 +114,7 @@ class HostReduction:
         arrays = [*leaves, *([] if samples is None else [_scalar(samples)])]
         # The name of an allreduce: a rank without numbers of samples makes one, so that both get an error.
         name = name or name_here("allreduce", arrays)
-        call = Call(LISTED, name, ranks_of(self._process_set), function=self._key, identity=self._identity)
+        call = CompiledCall(LISTED, name, ranks_of(self._process_set), function=self._key, identity=self._identity)
         if not is_traced(arrays):
             if is_traced(beside):
                 beside = []
@@ -134,7 +134,7 @@ class HostReduction:
             yield [jnp.array(each) for each in averages]
 
     def carry_out(
-        self, name: str | None, sources: Sequence[Host], targets: Sequence[Host], others: Callable[[], ffi.Memory]
+        self, name: str | None, sources: Sequence[Host], targets: Sequence[Host], others: Callable[[], ffi.XlaArrays]
     ) -> None:
         """Reduce arrays into others, as the compiled program's operation of a name; ``others`` come beside them."""
         for target, each in zip(targets, self._reduced(name, sources, lambda: others().views()), strict=False):
@@ -167,7 +167,12 @@ class HostTrees:
         self._known: KnownLists[HostReduction] = KnownLists()
 
     def reduce(
-        self, tree: Any, name: str | None, samples: Any, identity: Identity | None = None, step: Step | None = None
+        self,
+        tree: Any,
+        name: str | None,
+        samples: Any,
+        identity: Identity | None = None,
+        step: StepReduction | None = None,
     ) -> Any:
         """Return the averages, or sums, of a tree of arrays. Collective; see `HostReduction.reduce`.
 

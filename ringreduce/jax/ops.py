@@ -28,9 +28,9 @@ from ringreduce.buffers import DType
 from ringreduce.common.arguments import real_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.jax.calls import ALIKE, Call, Shape, is_traced, name_here, ranks_of, request_of, run_compiled
+from ringreduce.jax.calls import ALIKE, CompiledCall, Shape, is_traced, name_here, ranks_of, request_of, run_compiled
 from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
-from ringreduce.jax.steps import Step
+from ringreduce.jax.steps import StepReduction
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.error_text import raise_unseen
@@ -53,7 +53,9 @@ class _Collectives(Differentiable):
 
     __slots__ = ("identity", "step")
 
-    def __init__(self, *given: Any, identity: Identity | None = None, step: Step | None = None, **how: Any) -> None:
+    def __init__(
+        self, *given: Any, identity: Identity | None = None, step: StepReduction | None = None, **how: Any
+    ) -> None:
         super().__init__(*given, **how)
         self.identity = identity
         self.step = step
@@ -121,17 +123,17 @@ class _Collectives(Differentiable):
         postscale: Any = 1.0,
         wire: str | None = None,
         root: int | None = None,
-    ) -> Call:
+    ) -> CompiledCall:
         """Return a collective whose arguments are checked."""
         chosen = ReduceOp.parse(op) if kind == "reducescatter" else chosen_op(op, None)
         word = chosen.value if isinstance(chosen, ReduceOp) else chosen
         scales = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
         sender = -1 if root is None else self._process_set.rank_of(root)
-        made = Call(kind, self._name, ranks_of(self._process_set), word, *scales, wire, sender)
+        made = CompiledCall(kind, self._name, ranks_of(self._process_set), word, *scales, wire, sender)
         return made._replace(identity=self.identity)
 
 
-def _run_at_once(call: Call, leaves: Sequence[Any]) -> Sequence[Any]:
+def _run_at_once(call: CompiledCall, leaves: Sequence[Any]) -> Sequence[Any]:
     results = request_of(call, [np.asarray(each) for each in leaves]).carry_out()
     small = call.kind != "allgather" and sum(each.nbytes for each in results) < _LEAST_PUT_NBYTES
     made = _together(results) if small else jax.device_put(results)
@@ -177,7 +179,7 @@ def _on_leaves(
     process_set: ProcessSet,
     *given: Any,
     identity: Identity | None = None,
-    step: Step | None = None,
+    step: StepReduction | None = None,
 ) -> Any:
     """Carry out a collective on all arrays of a tree, now or in the program that is being traced.
 
@@ -271,7 +273,7 @@ def allreduce_of(
 
 
 def reduce_gradients(
-    step: Step,
+    step: StepReduction,
     tree: Any,
     op: Op,
     *,

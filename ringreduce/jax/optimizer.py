@@ -18,12 +18,12 @@ from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.jax.calls import FUNCTIONS, Call, is_traced, is_tracing, name_here, ranks_of, run_compiled
+from ringreduce.jax.calls import FUNCTIONS, CompiledCall, is_traced, is_tracing, name_here, ranks_of, run_compiled
 from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.lists import HostTrees, needs_host, unmapped
 from ringreduce.jax.ops import allreduce_of, reduce_gradients
 from ringreduce.jax.private import around_that_skips
-from ringreduce.jax.steps import Step, Steps
+from ringreduce.jax.steps import StepReduction, Steps
 from ringreduce.runtime import config
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.identity import Identity, identity_of, numbers
@@ -289,7 +289,7 @@ class _Compressing(NamedTuple):
         return updates, DistributedState(inner, RankState(residual))
 
     def _compress(
-        self, leaves: Sequence[Any], residual: dict[str, Any], tree: Any, step: Step
+        self, leaves: Sequence[Any], residual: dict[str, Any], tree: Any, step: StepReduction
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return reduced gradients, those of a tree that are compressed, and what compression leaves of them."""
         names = sorted(residual)
@@ -298,7 +298,7 @@ class _Compressing(NamedTuple):
         kind = "compressed allreduce"
         name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
         identity = self.identified(tree)
-        call = Call(
+        call = CompiledCall(
             kind, name, ranks=ranks_of(self.process_set), op=self.op.value, function=compressed.key, identity=identity
         )
         traced = is_traced(arrays)
@@ -339,7 +339,7 @@ class _Compressed:
         names: of the parts of the residual.
 
     Attributes:
-        key: of it in a `Call`: text that is the same on all ranks, and in all processes.
+        key: of it in a `CompiledCall`: text that is the same on all ranks, and in all processes.
     """
 
     def __init__(

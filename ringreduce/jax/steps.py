@@ -25,7 +25,7 @@ from ringreduce.training.binding.framework import Advice
 from ringreduce.training.binding.host import HostMemory
 from ringreduce.training.calls.parameters import in_words
 from ringreduce.training.gradients.checks import OF_UPDATE, CheckedModel, Checks
-from ringreduce.training.gradients.record import Ranks
+from ringreduce.training.gradients.record import OptimizerRanks
 
 ADVICE = Advice(
     "begin with params = broadcast_parameters(params, root_rank=0)",
@@ -62,7 +62,7 @@ class Beside(NamedTuple):
 NOTHING = Beside(list, 0, {})
 
 
-class Step(NamedTuple):
+class StepReduction(NamedTuple):
     """A reduction of the gradients of one step, before it is carried out or while its program is traced.
 
     Attributes:
@@ -119,7 +119,7 @@ class Steps:
         params: Any,
         settings: Mapping[str, Any],
         wanted: Callable[[Any], bool] = lambda leaf: True,
-    ) -> Step:
+    ) -> StepReduction:
         """Return a step, given the trees of its gradients and of the parameters; None: they are not known.
 
         Args:
@@ -140,7 +140,7 @@ class Steps:
         weights: Sequence[Any],
         weight_names: Callable[[], Sequence[str]],
         settings: Mapping[str, Any],
-    ) -> Step:
+    ) -> StepReduction:
         """Return a step.
 
         Args:
@@ -160,7 +160,9 @@ class Steps:
         given = {name: each for name, each in given.items() if name in wanted and _is_readable(each)}
         texts = in_words({name: each for name, each in settings.items() if name not in given})
         beside = Beside(names_of_readable, len(readable), {**texts, **dict.fromkeys(given)})
-        return Step(self, names, arrays=[*(weights[number] for number in readable), *given.values()], beside=beside)
+        return StepReduction(
+            self, names, arrays=[*(weights[number] for number in readable), *given.values()], beside=beside
+        )
 
     def watched(self, place: str, operation: Callable[[], str | None]) -> _Watched | None:
         """Return what looks at the steps of a place in the program; None: there are no other ranks.
@@ -191,7 +193,7 @@ class Steps:
 
     # ---- compiled programs ----
 
-    def note(self, name: str, step: Step) -> None:
+    def note(self, name: str, step: StepReduction) -> None:
         """Note what is known of the steps at a place of a program, which is being traced."""
         names = step.beside.names()
         self._beside[name] = step.beside._replace(names=lambda: names)
@@ -283,7 +285,7 @@ class _Watched:
         self._named = named
         self._since = (engine.joins, engine.mismatches)
         self._step = -1
-        self._ranks = Ranks(engine, f"{name}, checks", described=shown, where="step")
+        self._ranks = OptimizerRanks(engine, f"{name}, checks", described=shown, where="step")
         self._checks = Checks(HostMemory(advice), self._ranks, lambda: named)
 
     def begin(self) -> bool:

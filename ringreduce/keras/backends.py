@@ -82,7 +82,7 @@ if keras.backend.backend() == "jax":
     from ringreduce.jax import error_of
     from ringreduce.jax.lists import HostReduction, needs_host
     from ringreduce.jax.ops import reduce_gradients
-    from ringreduce.jax.steps import Step, Steps
+    from ringreduce.jax.steps import StepReduction, Steps
 
     class _CompiledReduction(ListReduction):
         """Reduces gradients in the compiled program; late or weighted ones on the host."""
@@ -119,7 +119,7 @@ if keras.backend.backend() == "jax":
             )
             return made
 
-        def _step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Step:
+        def _step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> StepReduction:
             given = [each for each, gradient in zip(variables, gradients, strict=True) if gradient is not None]
             values = [each.value for each in variables] if self.values is None else self.values
             paths = [each.path for each in variables]
@@ -127,7 +127,7 @@ if keras.backend.backend() == "jax":
                 settings = self.settings()
             return self._steps.of_lists(lambda: [each.path for each in given], values, lambda: paths, settings)
 
-        def _listed(self, gradients: Sequence[Any], variables: Sequence[Any], step: Step) -> Sequence[Any]:
+        def _listed(self, gradients: Sequence[Any], variables: Sequence[Any], step: StepReduction) -> Sequence[Any]:
             there = [number for number, each in enumerate(gradients) if each is not None]
             given = [gradients[number] for number in there]
             made = list(gradients)

@@ -42,7 +42,7 @@ class _Shown:
 
 
 @dataclass(eq=False)
-class _Repeated:
+class _RepeatedTraceback:
     """A copy that is not shown, as it has been the same so far.
 
     Attributes:
@@ -77,7 +77,7 @@ class Tracebacks:
         self._held = b""  # the beginning of a line that may be one of a traceback
         self._shown: list[_Shown] = []
         self._growing: _Shown | None = None
-        self._copies: list[_Repeated] = []
+        self._copies: list[_RepeatedTraceback] = []
         self._rank: int | None = None  # that has said, in the last line, that it fails
 
     def feed(self, chunk: bytes) -> bytes:
@@ -171,7 +171,7 @@ class Tracebacks:
                 return _HEAD
             self._show([_HEAD], rank)
             return _HEAD
-        self._copies.append(_Repeated(like, [_HEAD], rank))
+        self._copies.append(_RepeatedTraceback(like, [_HEAD], rank))
         return b""
 
     def _show(self, lines: list[bytes], rank: int | None) -> None:

@@ -38,7 +38,7 @@ _LAYOUT = "layout"  # a key of states
 _WIDE = "float64", "complex128"
 
 
-class _Entry(NamedTuple):
+class _ElementState(NamedTuple):
     """State that has a value for each element of a parameter.
 
     Attributes:
@@ -70,7 +70,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.layout: Sequence[_Entry] | None = None
+        self.layout: Sequence[_ElementState] | None = None
 
     def find(self) -> tuple[int, str]:
         if self.layout is None:
@@ -140,10 +140,10 @@ class OptimizerState:
             if is_whole(parameters[each[0]], each[1], each[2]) and (each[2].is_floating_point() or each[2].is_complex())
         ]
 
-    def _entry(self, number: int, name: str, value: torch.Tensor) -> _Entry:
-        return _Entry(number, name, dtype=_name(value.dtype), length=_reals(value).numel())
+    def _entry(self, number: int, name: str, value: torch.Tensor) -> _ElementState:
+        return _ElementState(number, name, dtype=_name(value.dtype), length=_reals(value).numel())
 
-    def _places(self, flat: _Flat) -> list[tuple[_Entry, torch.Tensor]]:
+    def _places(self, flat: _Flat) -> list[tuple[_ElementState, torch.Tensor]]:
         assert self.layout is not None, "`find` comes first"
         places = torch.split(torch.from_numpy(flat), [entry.length for entry in self.layout])
         return list(zip(self.layout, places, strict=True))
@@ -187,7 +187,7 @@ class StateAverage(Average):
     def load_state_dict(self, state: Mapping[str, _Flat], own: bool) -> None:
         super().load_state_dict(state, own)
         if _LAYOUT in state:
-            self.leaves.layout = [_Entry(*each) for each in json.loads(state[_LAYOUT].tobytes())]
+            self.leaves.layout = [_ElementState(*each) for each in json.loads(state[_LAYOUT].tobytes())]
         else:
             self.leaves.layout = self.then = None
 
@@ -234,17 +234,17 @@ class StateAverage(Average):
         return moved
 
     def _agreed(
-        self, ranks: Communicator, mine: Sequence[_Entry], refused: MismatchError
-    ) -> tuple[list[_Entry], dict[tuple[int, str], int], dict[tuple[int, str], Any]]:
+        self, ranks: Communicator, mine: Sequence[_ElementState], refused: MismatchError
+    ) -> tuple[list[_ElementState], dict[tuple[int, str], int], dict[tuple[int, str], Any]]:
         """Return all entries, how many ranks have each, and the rest of the state that this rank lacks."""
         everyone = gather(ranks, (self._text, list(mine), self.leaves.described()))
         if any(text != self._text for text, *_ in everyone):
             raise refused
         self._require_alike([described for *_, described in everyone])
-        found: dict[tuple[int, str], _Entry] = {}
+        found: dict[tuple[int, str], _ElementState] = {}
         holders: dict[tuple[int, str], int] = {}
         for _, entries, _ in everyone:
-            for entry in map(_Entry._make, entries):
+            for entry in map(_ElementState._make, entries):
                 known = found.setdefault(entry.key, entry)
                 if known.dtype not in _WIDE and entry.dtype in _WIDE:
                     found[entry.key] = entry
@@ -273,7 +273,7 @@ class StateAverage(Average):
                 )
 
 
-def _places(layout: Sequence[_Entry]) -> dict[tuple[int, str], slice]:
+def _places(layout: Sequence[_ElementState]) -> dict[tuple[int, str], slice]:
     """Return where entries are in a flat array."""
     ends = list(accumulate(entry.length for entry in layout))
     return {entry.key: slice(end - entry.length, end) for entry, end in zip(layout, ends, strict=True)}

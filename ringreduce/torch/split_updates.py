@@ -99,7 +99,7 @@ def _cost(shape: Sequence[int]) -> int:
     return less * less * (2 * more + less)
 
 
-class _Layout(NamedTuple):
+class _TensorLayout(NamedTuple):
     """A tensor of the state that travels as bytes."""
 
     dtype: torch.dtype
@@ -107,7 +107,7 @@ class _Layout(NamedTuple):
     stride: tuple[int, ...]
 
 
-_State = dict[str, tuple[bytes, list[_Layout]]]
+_State = dict[str, tuple[bytes, list[_TensorLayout]]]
 
 
 class _Header(NamedTuple):
@@ -401,8 +401,8 @@ def _is_plain(parameter: torch.Tensor, value: Any) -> bool:
     return is_dense(value) and (value.is_contiguous() or value.stride() == parameter.stride())
 
 
-def _layout(tensor: torch.Tensor) -> _Layout:
-    return _Layout(tensor.dtype, tensor.shape, tensor.stride())
+def _layout(tensor: torch.Tensor) -> _TensorLayout:
+    return _TensorLayout(tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _known(state: Mapping[str, Any], name: str, parameter: torch.Tensor) -> Apart | None:

@@ -33,7 +33,7 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
     return [(names.get(id(parameter)) or f"parameter {index}", parameter) for index, parameter in parameters]
 
 
-class Settings:
+class Hyperparameters:
     """Returns the hyper-parameters of an optimizer, as `hyperparameters`, and the state of its GradScaler.
 
     Attributes:

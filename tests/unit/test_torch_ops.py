@@ -179,7 +179,7 @@ def test_each_communicator_has_its_own_stream(cuda: TorchStreams) -> None:
 def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -> None:
     """A buffer is filled after all streams that contribute, worked on when filled, filled again when worked on."""
     world: Any = World()
-    sync = streams.StreamSync(torch.device("cuda", 0), world)
+    sync = streams.CudaStreamSync(torch.device("cuda", 0), world)
     other = cuda.Stream()
     other.enqueue("gradient of another stream")
     with cuda.stream(other):
@@ -201,7 +201,7 @@ def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -
 def test_work_that_fails_is_over_as_well(cuda: TorchStreams) -> None:
     """The next filling comes after what it has enqueued."""
     world: Any = World()
-    sync = streams.StreamSync(torch.device("cuda", 0), world)
+    sync = streams.CudaStreamSync(torch.device("cuda", 0), world)
     with sync.filling():
         pass
 

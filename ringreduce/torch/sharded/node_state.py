@@ -15,7 +15,7 @@ from ringreduce.torch.own_state import TENSOR, Apart, apart, is_dense, together
 from ringreduce.torch.tensors.streams import tensor_like
 from ringreduce.training.binding.framework import Slot
 from ringreduce.training.gradients.buckets import padded
-from ringreduce.training.strategies.parts import Shard, Sharding
+from ringreduce.training.strategies.parts import ParameterShard, Sharding
 
 #: The state of an optimizer, by parameter and name.
 State = dict[torch.Tensor, dict[str, Any]]
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
         return torch.is_tensor(value) and value.shape == self.gradient.shape
 
 
-def pieces_of(shard: Shard, *, elementwise: bool) -> Iterator[Piece]:
+def pieces_of(shard: ParameterShard, *, elementwise: bool) -> Iterator[Piece]:
     """Return this rank's pieces of the parameters of a bucket."""
     bucket = shard.bucket
     for number, (slot, place, view) in enumerate(zip(bucket.slots, bucket.places, shard.views, strict=True)):
@@ -107,7 +107,7 @@ class _Description(NamedTuple):
     problem: str = ""
 
 
-class _Place(NamedTuple):
+class _StatePlace(NamedTuple):
     """Memory of the node for state of a parameter.
 
     Attributes:
@@ -158,7 +158,7 @@ class NodeState:
         self._parameters: Sequence[torch.Tensor] = ()
         self._pieces: Mapping[torch.Tensor, Piece] = {}
         self._private: list[torch.Tensor] = []  # parameters that each rank has
-        self._places: dict[tuple[torch.Tensor, str], _Place] = {}
+        self._places: dict[tuple[torch.Tensor, str], _StatePlace] = {}
         self._kept: dict[tuple[torch.Tensor, str], Any] = {}  # what the copy of the optimizer had after the last step
         self._names = defaultdict[torch.Tensor, set[str]](set)  # of the state of whole parameters
 
@@ -291,7 +291,9 @@ class NodeState:
             self._places[key] = place
             self._optimizer.state[parameter][name] = place.value(place.whole)
 
-    def _place(self, parameter: torch.Tensor, name: str, common: Any, memory: Any, description: _Description) -> _Place:
+    def _place(
+        self, parameter: torch.Tensor, name: str, common: Any, memory: Any, description: _Description
+    ) -> _StatePlace:
         """Return a place that is new."""
         assert description.nbytes is not None
         whole = []
@@ -304,7 +306,7 @@ class NodeState:
                 whole.append(torch.from_numpy(part).view(dtype).view(shape))
         piece = self._pieces.get(parameter)
         mine = whole if piece is None else [piece.of(each) if piece.has_part(name, each) else each for each in whole]
-        return _Place(common, memory, description.form, whole=whole, mine=mine)
+        return _StatePlace(common, memory, description.form, whole=whole, mine=mine)
 
     def _described(self, piece: Piece, name: str, value: Any) -> tuple[int, _Description]:
         """Return how many bytes of new memory state needs, and its description."""

@@ -43,7 +43,7 @@ ADVICE = Advice(
 _NESTED = 64  # so many passes may be nested
 
 
-class Slot:
+class TensorSlot:
     """A parameter, and the place of its gradient.
 
     Args:
@@ -161,11 +161,13 @@ class TorchParameters(Memory, TorchPlaces, Sparse, Hooks):
 
     def lay_out(
         self, communicator: Communicator, parameters: Sequence[torch.Tensor], starts: Sequence[int]
-    ) -> tuple[torch.Tensor, tuple[Slot, ...]]:
+    ) -> tuple[torch.Tensor, tuple[TensorSlot, ...]]:
         first = parameters[0]
         device = {"device": str(first.device)} if first.is_cuda else {}
         memory = communicator.empty(starts[-1], np.uint8, **device)
-        slots = [Slot(each, memory[start:end]) for each, (start, end) in zip(parameters, pairwise(starts), strict=True)]
+        slots = [
+            TensorSlot(each, memory[start:end]) for each, (start, end) in zip(parameters, pairwise(starts), strict=True)
+        ]
         return as_tensor(memory, first).zero_().view(first.dtype), tuple(slots)
 
     def pack(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

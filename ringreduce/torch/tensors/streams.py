@@ -129,7 +129,7 @@ def beside_this_stream(
     return run_beside, finish
 
 
-class StreamSync:
+class CudaStreamSync:
     """The order around a buffer that the program fills, again and again, and that is worked on beside the program.
 
     Args:
@@ -213,9 +213,9 @@ class TorchStreams(Streams):
         with on_host([flat]) as (host,):
             yield host.numpy()
 
-    def sync(self, flat: torch.Tensor) -> StreamSync | None:
+    def sync(self, flat: torch.Tensor) -> CudaStreamSync | None:
         device = gpu_of([flat])
-        return None if device is None else StreamSync(device, self._communicator)
+        return None if device is None else CudaStreamSync(device, self._communicator)
 
     def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
         device = gpu_of(arrays)

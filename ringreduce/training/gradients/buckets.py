@@ -25,7 +25,7 @@ from ringreduce.engine import Gather, InPlaceAllreduce, Operation
 from ringreduce.engine.coordinator import fuse
 from ringreduce.training.binding.framework import Found, Hooks, Look, Memory, Named, Removable, Slot, Sparse
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
-from ringreduce.training.gradients.record import Ranks
+from ringreduce.training.gradients.record import OptimizerRanks
 from ringreduce.training.gradients.weights import Weights
 from ringreduce.training.options.options import Options
 
@@ -252,7 +252,7 @@ class Buckets:
         weights: of averages, by `weigh`; None: they are equal.
     """
 
-    def __init__(self, memory: Memory, ranks: Ranks, named: Callable[[], Named], options: Options) -> None:
+    def __init__(self, memory: Memory, ranks: OptimizerRanks, named: Callable[[], Named], options: Options) -> None:
         self.memory = memory
         self.ranks = ranks
         self.options = options

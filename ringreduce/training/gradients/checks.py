@@ -17,7 +17,7 @@ from ringreduce.observe.seen.pace import Lasting
 from ringreduce.runtime import global_process_set
 from ringreduce.training.binding.framework import Memory, Named
 from ringreduce.training.data.shares import Shares
-from ringreduce.training.gradients.record import Ranks
+from ringreduce.training.gradients.record import OptimizerRanks
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class CheckedModel(NamedTuple):
     settings: Callable[[], Mapping[str, str]] = dict
 
 
-class _Watched:
+class _SlowRanks:
     """What rank 0 knows of ranks that were slow for some time; an engine keeps it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Checks:
     def __init__(
         self,
         memory: Memory,
-        ranks: Ranks,
+        ranks: OptimizerRanks,
         named: Callable[[], Named],
         settings: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
@@ -291,7 +291,7 @@ class Checks:
         """
         engine = self._ranks.engine
         engine.pacemaker.reported = False
-        watched = engine.attached[_Watched]
+        watched = engine.attached[_SlowRanks]
         if self._ranks.rank or watched.warned or Shares in engine.attached:
             return
         tally = engine.tally
@@ -344,14 +344,14 @@ class Checks:
             _log.warning("%s", _differences(said, self._memory.advice.schedule))
 
 
-def look_at_the_end(memory: Memory, ranks: Ranks, named: Callable[[], Named]) -> None:
+def look_at_the_end(memory: Memory, ranks: OptimizerRanks, named: Callable[[], Named]) -> None:
     """Let rank 0 say, once, that an optimizer leaves weights that are not finite, unless a setting looks for it. Local.
 
     Args:
         memory, ranks, named: as for `Checks`.
     """
     engine = ranks.engine
-    watched = engine.attached[_Watched]
+    watched = engine.attached[_SlowRanks]
     looked = engine.communicator.config.check_finite_every is not None or not ranks.seconds
     if looked or ranks.rank or watched.not_finite or getattr(sys, "last_value", None) is not None:
         return
@@ -367,7 +367,7 @@ def look_at_the_end(memory: Memory, ranks: Ranks, named: Callable[[], Named]) ->
             return
 
 
-def _settings_of_all(ranks: Ranks, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
+def _settings_of_all(ranks: OptimizerRanks, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
     """Return the hyper-parameters of each rank. Collective."""
     said = json.dumps([ranks.rank, mine]) + "\n"
     everyone = ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])

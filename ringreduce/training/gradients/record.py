@@ -26,7 +26,7 @@ _COUNTS = "counted", "uncounted", "miscounted"
 _LEFT = "uncleared", "overwritten"
 
 
-class Ranks:
+class OptimizerRanks:
     """Collectives of one optimizer, as operations of an engine: ranks that have joined take part.
 
     Reducers of compressed buckets call those that a `Communicator` has, too.

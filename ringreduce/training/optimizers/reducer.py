@@ -12,7 +12,7 @@ from ringreduce.training.binding.identity import Identity, name_in
 from ringreduce.training.compression import State
 from ringreduce.training.gradients.buckets import Buckets
 from ringreduce.training.gradients.checks import Checks
-from ringreduce.training.gradients.record import Ranks
+from ringreduce.training.gradients.record import OptimizerRanks
 from ringreduce.training.options.options import Options
 from ringreduce.training.options.refusals import ADASUM, BACKWARD, SAMPLES, require_together
 from ringreduce.training.strategies.chosen import strategy_for
@@ -62,7 +62,7 @@ class GradientReducer:
         self.named = named
         self.options = options
         name = name_in(engine, identity or f"DistributedOptimizer over {over},")
-        self.ranks = Ranks(
+        self.ranks = OptimizerRanks(
             engine, name, described=f"{kind} over {over}", where="backward pass" if options.in_backward else "step"
         )
         self.buckets = Buckets(memory, self.ranks, named=named, options=options)

@@ -39,7 +39,7 @@ from ringreduce.runtime import group
 from ringreduce.training.binding.framework import InPlace, Memory
 from ringreduce.training.calls.requests import dtype_name
 from ringreduce.training.gradients.buckets import ALIGNMENT_NBYTES, Bucket, Buckets, padded
-from ringreduce.training.gradients.record import Ranks, Record
+from ringreduce.training.gradients.record import OptimizerRanks, Record
 from ringreduce.training.gradients.uncleared import Uncleared
 from ringreduce.training.options.options import Options
 from ringreduce.training.strategies.strategy import Partner
@@ -56,7 +56,7 @@ _PATIENCE_S = 5.0
 _NAP_S = 1e-4
 
 
-class Shard:
+class ParameterShard:
     """The parameters of a bucket in memory of the node, and this rank's part of them.
 
     Attributes:
@@ -123,7 +123,7 @@ class Sharding:
         uncleared: gradients that were reduced and are still there.
     """
 
-    def __init__(self, memory: Memory, ranks: Ranks, buckets: Buckets, options: Options) -> None:
+    def __init__(self, memory: Memory, ranks: OptimizerRanks, buckets: Buckets, options: Options) -> None:
         assert isinstance(memory, InPlace)
         self.memory = memory
         self.ranks = ranks
@@ -149,7 +149,7 @@ class Sharding:
         self._watched: tuple[_Bytes, int] | None = None  # a piece of the parameters, and its checksum
         self._at = 0  # where it was, in bytes of this rank's parts
         self.is_first = self.node_index == 0
-        self.shards: list[Shard] = []
+        self.shards: list[ParameterShard] = []
         self.changes = 0
         divides = self.is_disjoint and not options.in_backward
         self.uncleared = Uncleared(memory, buckets, ranks.size, divides=divides)
@@ -176,7 +176,7 @@ class Sharding:
         self._watched = None
         self.changes += 1
 
-    def _moved(self, bucket: Bucket) -> Shard:
+    def _moved(self, bucket: Bucket) -> ParameterShard:
         parameters = [slot.parameter for slot in bucket.slots]
         nbytes = len(bucket.flat) * bucket.itemsize
         memory = self.node_memory(nbytes)
@@ -188,12 +188,12 @@ class Sharding:
             self.memory.pack(views, parameters)
         self.meet("moved")
         self.memory.move(parameters, views)
-        shard = Shard(bucket, memory, views=views, bounds=self._bounds(bucket), index=self._index)
+        shard = ParameterShard(bucket, memory, views=views, bounds=self._bounds(bucket), index=self._index)
         self._count(shard)
         self.uncleared.watch(bucket, map(shard.within, range(len(bucket.slots))))
         return shard
 
-    def _count(self, shard: Shard) -> None:
+    def _count(self, shard: ParameterShard) -> None:
         for index, (start, stop) in enumerate(pairwise(shard.bounds)):
             self._loads[index] += (stop - start) * shard.bucket.itemsize
 
@@ -302,7 +302,7 @@ class Sharding:
         self._run("updated", run)
         return bool(flag[0])
 
-    def _fetch(self, lane: Communicator, shard: Shard) -> None:
+    def _fetch(self, lane: Communicator, shard: ParameterShard) -> None:
         """Exchange parts with the ranks of the lane, and store theirs."""
         parts = [shard.part(peer) for peer in self._peers]
         places = Partition.of_sizes([part.nbytes for part in parts]).segment

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ringreduce.training.binding.framework import Memory, Named
 from ringreduce.training.gradients.buckets import Bucket, Buckets
 from ringreduce.training.gradients.checks import Checks
-from ringreduce.training.gradients.record import Ranks, Record
+from ringreduce.training.gradients.record import OptimizerRanks, Record
 from ringreduce.training.options.options import Options
 
 #: Averages of gradients, oldest first: each by the number of the parameter.
@@ -81,7 +81,7 @@ class StepContext:
     """
 
     memory: Memory
-    ranks: Ranks
+    ranks: OptimizerRanks
     named: Callable[[], Named]
     options: Options
     buckets: Buckets
