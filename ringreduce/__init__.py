@@ -10,6 +10,7 @@
 PyTorch users start at `ringreduce.torch`. Importing this package starts nothing and reads no settings; `init` does.
 """
 
+from ringreduce.audit.fingerprints import fingerprint
 from ringreduce.collectives import Choice, Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.sums.reproducible import ReproducibleAccumulator, reproducible_allreduce
@@ -34,7 +35,6 @@ from ringreduce.common.instruments import Instrument
 from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ringreduce.common.topology import Topology
 from ringreduce.launcher.function import run
-from ringreduce.observe.fingerprints import fingerprint
 from ringreduce.observe.job.job_report import JobReport
 from ringreduce.observe.seen.metrics import Metrics
 from ringreduce.runtime import (

@@ -29,7 +29,7 @@ from ringreduce.bench.results import CaseBound, Machine, Report, Result, Row, Se
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
-from ringreduce.observe.audit import loaded_versions
+from ringreduce.common.libraries import loaded_versions
 
 _PROBES = 3  # timed calls of each candidate for the bound
 _POISON = 0xFF  # a NaN in every float type, -1 or the largest number in the others

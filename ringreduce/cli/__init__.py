@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import click
 
 import ringreduce
+from ringreduce.audit.run_record import AuditRecord, refusal
 from ringreduce.cli.wrong_options import guess
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError, RingReduceError, UnsupportedBufferError
 from ringreduce.common.launch import launch
-from ringreduce.observe.audit import AuditRecord
 
 #: Where each command is. A module is imported when a command of it is asked for: `run` needs none of the others.
 _PLACES = {
@@ -67,7 +67,7 @@ class _WorldGroup(click.Group):
             return super().invoke(ctx)
         except ForeignFileError as error:
             if not launch().rank:
-                AuditRecord.refuse_alone(Config.from_environ(), str(ctx.invoked_subcommand), error)
+                AuditRecord.add_alone(Config.from_environ(), "refused", refusal(str(ctx.invoked_subcommand), error))
             raise
 
     def main(self, *arguments: Any, **options: Any) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
+from ringreduce.audit.chain import Examination, examine
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import open_file
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.launch import launch
 from ringreduce.doctor import audit_report
-from ringreduce.observe.audit_chain import Examination, examine
 
 _FILE = click.Path(exists=True, dir_okay=False)
 

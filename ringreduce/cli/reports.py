@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 import ringreduce
+from ringreduce.audit.run_record import AuditRecord
 from ringreduce.cli.run import Parsed
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError
@@ -22,7 +23,6 @@ from ringreduce.doctor import doctor as machine
 from ringreduce.doctor import dumps, trace_report
 from ringreduce.doctor import top as jobs
 from ringreduce.elastic.commit_store import CommitStore
-from ringreduce.observe.audit import AuditRecord
 from ringreduce.observe.job import job_report
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import add, sub
@@ -246,3 +246,12 @@ def charge(came: Sequence[Sequence[float]]) -> list[tuple[int, float, float]]:
             last[rank] += 1
             late_s[rank] += behind_s
     return [(last[rank], late_s[rank], max(ended_s - sum(each), 0.0)) for rank, each in enumerate(came)]
+
+
+def mean_values(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean over ranks of the last value of each name."""
+    lists: dict[str, list[float]] = {}
+    for last in ranks:
+        for name, value in last.items():
+            lists.setdefault(name, []).append(value)
+    return {name: sum(each) / len(each) for name, each in lists.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -114,3 +115,10 @@ def mpi_command(ask: Callable[[str], str | None]) -> str:
 INSTALL_CUPY = f"{cupy_command(12000)}, or for a driver of CUDA 13 {cupy_command(13000)}"
 #: What a message says where mpi4py is missing.
 INSTALL_MPI = mpi_command(getattr(os, "confstr", lambda _: None))  # which Windows has not
+
+
+def loaded_versions() -> dict[str, str]:
+    """Return the versions of those packages that matter and are loaded."""
+    packages = ("numpy", "mpi4py", "torch", "ml_dtypes", "cupy")
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+    return {name: str(version) for name, version in loaded.items() if version is not None}

@@ -12,15 +12,18 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
+from ringreduce.audit.chain import Examination, is_signed
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, name_ranks
 from ringreduce.common.keys import Secret
+from ringreduce.common.quantities import plural
 from ringreduce.common.settings import rows
-from ringreduce.observe.audit_chain import Examination, is_signed
 
 T = TypeVar("T")
 
-_HASH_LENGTH = 64
+_CUT = "line {} was cut off: the process that wrote it was killed"
+#: Parts of the facts of `begin`.
+_OF_BEGIN = ("hosts", "script", "repository", "packages", "allocation")
 #: Events by which a program names its configuration and its data.
 _NAMED = ("configuration", "data")
 #: A package and its version, which pip can take for nothing else: not for an option, an address or a file.
@@ -40,52 +43,43 @@ def verdict(found: Examination, known: str | None, key: Secret | None = None) ->
     Raises:
         ConfigError: ``known`` is no hash.
     """
-    if known is not None and not re.fullmatch(f"[0-9a-f]{{{_HASH_LENGTH}}}", known):
-        raise ConfigError(f"a hash has {_HASH_LENGTH} characters, 0 to 9 and a to f, got {known!r}")
+    if known is not None and not re.fullmatch("[0-9a-f]{64}", known):
+        raise ConfigError(f"a hash has 64 characters, 0 to 9 and a to f, got {known!r}")
     if found.wrong is not None:
-        return False, [f"line {found.wrong} is wrong: {found.reason}"]
-    wrong = [] if key is None else list(_unsigned(found, key))
-    place = next((line["line"] for line in found.lines if line["hash"] == known), None)
+        return False, [f"line {found.wrong} is wrong: it was changed, removed, inserted or moved after it was written"]
+    lines = found.lines
+    unsigned = [] if key is None else [line["line"] for line in lines if not is_signed(line, key)]
+    place = next((line["line"] for line in lines if line["hash"] == known), None)
+    worlds = dict.fromkeys(line["world"] for line in lines if line["event"] == "begin")
+    ended = {line["world"] for line in lines if line["event"] == "end"}
+    endless = [each for each in worlds if each not in ended]
+    wrong = []
+    if key is not None and not lines:
+        wrong.append(f"no line is signed by the key {key.fingerprint}")
+    if key is not None and unsigned:
+        more = f" (and {len(unsigned) - 1} more)" if len(unsigned) > 1 else ""
+        why = "who wrote it did not have that key, or the chain was made anew"
+        wrong.append(f"line {unsigned[0]} is not signed by the key {key.fingerprint}{more}: {why}")
     if known is not None and place is None:
         wrong.append(f"no line has the hash {known}: lines were removed at the end, or the chain was made anew")
-    worlds = dict.fromkeys(line["world"] for line in found.lines if line["event"] == "begin")
-    ended = {line["world"] for line in found.lines if line["event"] == "end"}
-    endless = [each for each in worlds if each not in ended]
-    if key is not None and found.lines and found.lines[-1]["world"] in endless:
+    if key is not None and lines and lines[-1]["world"] in endless:
         wrong.append("the last run has no end")
-    said = [f"whole: {len(found.lines)} lines, of {len(worlds)} run{'s' * (len(worlds) != 1)}"]
-    said += [f"line {each} was cut off: the process that wrote it was killed" for each in found.cut]
+    said = [f"whole: {len(lines)} lines, of {plural(len(worlds), 'run')}", *map(_CUT.format, found.cut)]
     said += [
         f"run {_shown(each)} has no end: it goes on, it was killed, or lines were removed at the end"
         for each in endless
     ]
     if place is not None:
         said.append(f"line {place} has the hash {known}: all lines up to there are as they were when that was noted")
-    elif known is None and found.lines:
-        said += _not_known(found, key)
+    elif known is None and lines:
+        keep = f"Keep the last hash elsewhere, and look for it later: --has {lines[-1]['hash']}"
+        lacks = "without the key (--key FILE)" if any("signature" in each for each in lines) else "as nothing is signed"
+        lacks += ": whether lines were removed at the end, or all hashes were made anew"
+        if key is not None:
+            said.append(f"signed: each line, by the key {key.fingerprint}")
+            lacks = "whether runs were removed at the end as a whole"
+        said.append(f"not known{': ' if key is not None else ', '}{lacks}. {keep}")
     return not wrong, wrong + said
-
-
-def _unsigned(found: Examination, key: Secret) -> Iterator[str]:
-    """Yield what is wrong with the signatures."""
-    numbers = [line["line"] for line in found.lines if not is_signed(line, key)]
-    if numbers:
-        more = f" (and {len(numbers) - 1} more)" if len(numbers) > 1 else ""
-        why = "who wrote it did not have that key, or the chain was made anew"
-        yield f"line {numbers[0]} is not signed by the key {key.fingerprint}{more}: {why}"
-    if not found.lines:
-        yield f"no line is signed by the key {key.fingerprint}"
-
-
-def _not_known(found: Examination, key: Secret | None) -> Iterator[str]:
-    """Yield what a record does not say, and what helps."""
-    keep = f"Keep the last hash elsewhere, and look for it later: --has {found.lines[-1]['hash']}"
-    if key is not None:
-        yield f"signed: each line, by the key {key.fingerprint}"
-        yield f"not known: whether runs were removed at the end as a whole. {keep}"
-        return
-    why = "without the key (--key FILE)" if any("signature" in line for line in found.lines) else "as nothing is signed"
-    yield f"not known, {why}: whether lines were removed at the end, or all hashes were made anew. {keep}"
 
 
 def show(found: Examination) -> None:
@@ -99,8 +93,8 @@ def show(found: Examination) -> None:
         for name, text in rows:
             bad = name.partition(" ")[2] in ("refused", "failed")
             console.print(Text(f"  {name:<{width}}  {text}", style="red" if bad else ""), soft_wrap=True)
-    for each in found.cut:
-        console.print(Text(f"line {each} was cut off: the process that wrote it was killed", style="red"))
+    for number in found.cut:
+        console.print(Text(_CUT.format(number), style="red"))
 
 
 def _rows(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -112,32 +106,27 @@ def _rows(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         text = "well" if line["event"] == "end" and facts.get("error", "") is None else text
         yield f"{_shown(line['time'][11:19])} {_shown(line['event'])}", f"{who}{text}"
         return
-    hosts = _part(facts, "hosts", kind=dict)
-    placed = (f"{_shown(host)} ({_ranks(_part(hosts, host, kind=list))})" for host in hosts)
-    script = _part(facts, "script", kind=dict)
-    repository = _part(facts, "repository", kind=dict)
-    packages = _part(facts, "packages", kind=dict)
-    versions = _part(facts, "versions", kind=dict)
-    yield "command", shlex.join(map(_shown, _part(facts, "command", kind=list)))
+    command = _part(facts, "command", list)
+    hosts, script, repository, packages, allocation = _parts(facts, *_OF_BEGIN)
+    placed = (f"{_shown(host)} ({_ranks(_part(hosts, host, list))})" for host in hosts)
+    checkout = f"{_shown(repository.get('path'))}, commit {_shown(repository.get('commit'))}"
+    checkout += ", clean" if repository.get("clean") else ", changed"
+    yield "command", shlex.join(map(_shown, command))
     yield "ranks", f"{_shown(facts.get('size'))} on {', '.join(placed)}"
     if facts.get("restart"):
         yield "restart", _shown(facts["restart"])
-    if facts.get("allocation"):
-        yield "allocation", _pairs(_part(facts, "allocation", kind=dict))
+    if allocation:
+        yield "allocation", _pairs(allocation)
     if script:
         yield "script", f"{_shown(script.get('path'))}, sha256 {_shown(script.get('sha256'))}"
-    if "unknown" in repository:
-        yield "repository", f"unknown: {_shown(repository['unknown'])}"
-    else:
-        where = f"{_shown(repository.get('path'))}, commit {_shown(repository.get('commit'))}"
-        yield "repository", f"{where}, {'clean' if repository.get('clean') else 'changed'}"
+    yield "repository", f"unknown: {_shown(repository['unknown'])}" if "unknown" in repository else checkout
     if repository.get("difference"):
         yield "difference", f"sha256 {_shown(repository['difference'])}"
     if repository.get("untracked"):
         yield "untracked", _shown(repository["untracked"])
-    yield "versions", _pairs(versions)
-    yield "packages", f"{len(_part(packages, 'versions', kind=dict))}, sha256 {_shown(packages.get('sha256'))}"
-    yield "settings", " ".join(_variables(_part(facts, "settings", kind=dict))) or "as they come"
+    yield "versions", _pairs(_part(facts, "versions", dict))
+    yield "packages", f"{len(_part(packages, 'versions', dict))}, sha256 {_shown(packages.get('sha256'))}"
+    yield "settings", " ".join(_variables(_part(facts, "settings", dict))) or "as they come"
 
 
 def commands(found: Examination, world: str) -> list[str]:
@@ -150,94 +139,86 @@ def commands(found: Examination, world: str) -> list[str]:
     Raises:
         ConfigError: there is no such run.
     """
-    begins = [line for line in found.lines if line["event"] == "begin" and line["world"].startswith(world)]
-    if not begins:
+    firsts = [line for line in found.lines if line["event"] == "begin" and line["world"].startswith(world)]
+    if not firsts:
         which = f"whose token begins with {world!r}" if world else "at all"
         raise ConfigError(f"the record has no run {which}")
-    begin = begins[-1]
-    facts = begin["facts"]
-    said = [line for line in found.lines if line["world"] == begin["world"] and line["event"] != "begin"]
-    made = [f"# run {_shown(begin['world'])} of {_shown(begin['time'])}", *_checkout(facts), *_environment(facts)]
-    made += filter(None, [_start(facts)])  # a record that was made by hand may name no command
-    made += [f"# {each['event']}: {_pairs(each['facts'])}" for each in said if each["event"] in _NAMED]
+    first = firsts[-1]
+    facts = first["facts"]
+    named = [line for line in found.lines if line["world"] == first["world"] and line["event"] in _NAMED]
     lacks = list(_lacks(facts))
-    if not any("seed" in name.lower() for each in said if each["event"] == _NAMED[0] for name in each["facts"]):
+    if not any("seed" in name.lower() for each in named if each["event"] == _NAMED[0] for name in each["facts"]):
         lacks.append("the seed: the program has not named it, as by rr.audit('configuration', seed=...)")
-    if facts.get("restart") or begin is not found.lines[0]:
+    if facts.get("restart") or first is not found.lines[0]:
         lacks.append("the state that the run began with, if it went on from the commits of an earlier one")
-    return [*made, *(f"# cannot be had: {each}" for each in lacks)]
+    return [
+        f"# run {_shown(first['world'])} of {_shown(first['time'])}",
+        *_preparation(facts),
+        *filter(None, [_start(facts)]),  # a record that was made by hand may name no command
+        *(f"# {each['event']}: {_pairs(each['facts'])}" for each in named),
+        *(f"# cannot be had: {each}" for each in lacks),
+    ]
 
 
-def _checkout(facts: Mapping[str, Any]) -> Iterator[str]:
-    repository = _part(facts, "repository", kind=dict)
-    script = _part(facts, "script", kind=dict)
-    if _has_commit(repository):
-        url = repository.get("url") or repository.get("path")
-        yield f"git clone -- {_word(url)} again && cd again"
+def _preparation(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the commands before the program: the checkout, and the packages."""
+    _, script, repository, packages, _ = _parts(facts, *_OF_BEGIN)
+    root = f"{_part(repository, 'path', str)}/"
+    has_commit = _has_commit(repository)
+    if has_commit:
+        yield f"git clone -- {_word(repository.get('url') or repository.get('path'))} again && cd again"
         yield f"git checkout {repository['commit']}"
     if script:
-        path = _shown(script.get("path")).removeprefix(f"{_part(repository, 'path', kind=str)}/")
-        line = f"{_shown(script.get('sha256'))}  {path}"
+        line = f"{_shown(script.get('sha256'))}  {_shown(script.get('path')).removeprefix(root)}"
         yield f"echo {_word(line)} | sha256sum --check"
-    inside = f"{_part(facts, 'folder', kind=str)}/".partition(f"{_part(repository, 'path', kind=str)}/")[2]
-    if _has_commit(repository) and inside:
+    inside = f"{_part(facts, 'folder', str)}/".partition(root)[2]
+    if has_commit and inside:
         yield f"cd -- {_word(inside)}"
-
-
-def _environment(facts: Mapping[str, Any]) -> Iterator[str]:
-    packages = _part(facts, "packages", kind=dict)
-    python = _shown(_part(facts, "versions", kind=dict).get("Python"))
+    python = _shown(_part(facts, "versions", dict).get("Python"))
     numbers = re.match(r"[0-9]+\.[0-9]+", python, re.ASCII)
     yield f"python{numbers[0] if numbers else 3} -m venv venv && . venv/bin/activate  # it was Python {python}"
-    elsewhere = _part(packages, "elsewhere", kind=list)
-    versions = _part(packages, "versions", kind=dict).items()
-    listed = [f"{name}=={version}" for name, version in versions if name not in elsewhere]
+    elsewhere = _part(packages, "elsewhere", list)
+    versions = _part(packages, "versions", dict)
+    listed = [f"{name}=={version}" for name, version in versions.items() if name not in elsewhere]
     if listed := list(map(_word, filter(_REQUIREMENT.fullmatch, listed))):
         yield f"pip install {' '.join(listed)}"
 
 
 def _start(facts: Mapping[str, Any]) -> str:
     """Return the command that starts the program, with its settings; nothing if it names no program."""
-    words = [_shown(each) for each in _part(facts, "command", kind=list)]
+    words = [_shown(each) for each in _part(facts, "command", list)]
     if not words or words[0].startswith("-"):  # or it would be an option of `ringreduce run`
         return ""
     if re.fullmatch("python[0-9.]*", words[0].rpartition("/")[2]):
         words[0] = "python"  # of the new environment
+    hosts, settings = _parts(facts, "hosts", "settings")
     if facts.get("size") != 1:
-        hosts = _part(facts, "hosts", kind=dict)
-        counts = ",".join(f"{_shown(name)}:{len(_part(hosts, name, kind=list))}" for name in hosts)
+        counts = ",".join(f"{_shown(name)}:{len(_part(hosts, name, list))}" for name in hosts)
         words = ["ringreduce", "run", "-np", _shown(facts.get("size")), *(["-H", counts] * (len(hosts) > 1)), *words]
-    settings = _part(facts, "settings", kind=dict)
     report = ["RINGREDUCE_REPORT=again.json"] * bool(settings.get("report"))  # to be compared with the first one
     return " ".join([*_variables(settings), *report, *map(shlex.quote, words)])
 
 
 def _lacks(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a record does not hold of the program."""
-    repository = _part(facts, "repository", kind=dict)
-    packages = _part(facts, "packages", kind=dict)
+    repository, packages = _parts(facts, "repository", "packages")
     if not _has_commit(repository):
         yield f"the program's version: {_shown(repository.get('unknown', 'the record does not say it'))}"
     if repository.get("difference"):
         digest = _shown(repository["difference"])
         yield f"changes that were not committed; git diff --binary HEAD | sha256sum said {digest}"
-    if untracked := _part(repository, "untracked", kind=list):
+    if untracked := _part(repository, "untracked", list):
         yield f"files that git does not have: {', '.join(map(_shown, untracked))}"
-    if elsewhere := _part(packages, "elsewhere", kind=list):
+    if elsewhere := _part(packages, "elsewhere", list):
         yield f"packages that came from a folder or a repository: {', '.join(map(_shown, elsewhere))}"
     others = [
         f"{_shown(name)} {_shown(version)}"
-        for name, version in _part(packages, "versions", kind=dict).items()
+        for name, version in _part(packages, "versions", dict).items()
         if not _REQUIREMENT.fullmatch(f"{name}=={version}")
     ]
     if others:
         yield f"packages with names or versions that pip does not have: {', '.join(others)}"
     yield "the MPI library, drivers and the machine, unless packages bring them; secrets in the environment"
-
-
-def _has_commit(repository: Mapping[str, Any]) -> bool:
-    """Return whether a commit is named, by what git cannot take for an option."""
-    return re.fullmatch("[0-9a-f]{7,64}", str(repository.get("commit"))) is not None
 
 
 def _variables(settings: Mapping[str, Any]) -> list[str]:
@@ -252,6 +233,15 @@ def _variables(settings: Mapping[str, Any]) -> list[str]:
             text = str(int(value)) if isinstance(value, bool) else "0" if value is None else _shown(value)
             changed.append(f"{row.variable}={_word(text)}")
     return changed
+
+
+def _has_commit(repository: Mapping[str, Any]) -> bool:
+    """Return whether a commit is named, by what git cannot take for an option."""
+    return re.fullmatch("[0-9a-f]{7,64}", str(repository.get("commit"))) is not None
+
+
+def _parts(facts: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
+    return [_part(facts, name, dict) for name in names]
 
 
 def _part(facts: Any, name: str, kind: type[T]) -> T:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from ringreduce.audit.fingerprints import fingerprint
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import create_file, own_folder, partial_path
 from ringreduce.common.launch import launch
@@ -16,7 +17,6 @@ from ringreduce.common.sealed_files import disk_keys
 from ringreduce.elastic.commit_store import CommitStore
 from ringreduce.elastic.copies import Copies
 from ringreduce.elastic.runs import ReplacedError, following, new_job, own_token
-from ringreduce.observe.fingerprints import fingerprint
 from ringreduce.runtime import audited, rank, record, record_refusal, size
 from ringreduce.training.calls.objects import allgather_object, alltoall_object, broadcast_object
 

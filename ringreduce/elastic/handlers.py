@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from ringreduce.audit.fingerprints import fingerprint
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
@@ -24,7 +25,6 @@ from ringreduce.elastic.kinds import (
 )
 from ringreduce.elastic.runs import ReplacedError
 from ringreduce.elastic.state import HostsUpdatedInterrupt, ObjectState
-from ringreduce.observe.fingerprints import fingerprint
 from ringreduce.runtime import audited, collect_records, config, rank, record
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.data.epochs import EpochDivision

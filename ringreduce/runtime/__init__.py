@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringreduce.audit.run_record import require_facts
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.config import Config
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import CollectiveError, ConfigError, ForeignFileError
 from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime
-from ringreduce.observe.audit import require_facts
 from ringreduce.observe.job.job_report import JobReport
 from ringreduce.observe.seen.metrics import Metrics
 from ringreduce.observe.seen.timeline import Program
@@ -359,7 +359,7 @@ def stop_timeline() -> None:
     """Finish the trace; does nothing if there is none. Once all ranks have, the file holds all that they did."""
     own = _process.own()
     if own is not None:
-        own.observer.stop_timeline()
+        own.observer.traces.stop()
 
 
 def follow_timelines(follow: Callable[[Program | None], object]) -> None:
@@ -369,7 +369,7 @@ def follow_timelines(follow: Callable[[Program | None], object]) -> None:
     """
     own = _process.own()
     _process.followers.append(follow)
-    if own is not None and (program := own.observer.program()) is not None:
+    if own is not None and (program := own.observer.traces.program()) is not None:
         follow(program)
 
 
@@ -443,7 +443,7 @@ def busy(what: str) -> AbstractContextManager[None]:
 def audit(event: str, /, **facts: Any) -> None:
     """Have facts of the program's own recorded: which data it reads, which choices it has made. Local.
 
-    Rank 0 appends a line to the file that ``RINGREDUCE_AUDIT`` names; see `ringreduce.observe.audit` for what that
+    Rank 0 appends a line to the file that ``RINGREDUCE_AUDIT`` names; see `ringreduce.audit.run_record` for what that
     holds. What another rank says, and no other one has said, gets a line at the next commit of an elastic state, or
     when that rank ends, if it runs on rank 0's host; of 1000 lines that wait, the last ones stay. Without that setting,
     the facts are checked and nothing is done.
@@ -462,15 +462,15 @@ def audit(event: str, /, **facts: Any) -> None:
 def record(event: str, facts: Mapping[str, Any]) -> None:
     """Have recorded what happens in ringreduce itself; see `audit`."""
     own = _process.own()
-    if own is not None and own.observer.audit is not None:
-        own.observer.audit.append(event, facts)
+    if own is not None and own.recording.record is not None:
+        own.recording.record.append(event, facts)
 
 
 def record_refusal(what: str, error: Exception) -> None:
     """Have recorded that ringreduce has refused something; see `audit`."""
     own = _process.own()
     if own is not None:
-        own.observer.refuse(what, error)
+        own.recording.refuse(what, error)
 
 
 def collect_records(gather: Callable[[Any], list[Any]]) -> None:
@@ -480,14 +480,14 @@ def collect_records(gather: Callable[[Any], list[Any]]) -> None:
         gather: gives an object to all ranks and returns everyone's, in rank order.
     """
     own = _process.own()
-    if own is not None and own.observer.audit is not None:
-        own.observer.audit.collect(gather, own.observer.recorder.values.last())
+    if own is not None and own.recording.record is not None:
+        own.recording.record.collect(gather, own.observer.recorder.values.last())
 
 
 def audited() -> bool:
     """Return whether this rank, rank 0, keeps an audit record: whether to find out what is the same on all ranks."""
     own = _process.own()
-    return own is not None and own.rank == 0 and own.observer.audit is not None
+    return own is not None and own.rank == 0 and own.recording.record is not None
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:

@@ -154,7 +154,7 @@ class Termination:
             _flush_streams()
             self._flush()  # what led here is what the trace is for
             own = self._own()
-            audit = None if own is None else own.observer.audit
+            audit = None if own is None else own.recording.record
             if audit is not None and audit.leaves_refusals and not self._others_go_on:
                 time.sleep(_TO_END_S)  # rank 0 ends the job, once it has recorded what was refused
         finally:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.audit.run_record import record_no_begin
 from ringreduce.collectives.choice.tuning import Key, Table
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.call_sites import AbortReason, refusal
@@ -32,7 +33,6 @@ from ringreduce.common.launch import announce_stop, launch
 from ringreduce.common.lifetime import Lifetime, close_all
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.common.topology import Topology
-from ringreduce.observe.audit import record_no_begin
 from ringreduce.observe.job.job_report import JobReport
 from ringreduce.observe.observer import Observer
 from ringreduce.observe.seen.metrics import Metrics
@@ -41,6 +41,7 @@ from ringreduce.observe.seen.timeline import JobClock, Program
 from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, check_settings, check_versions
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process_sets import Membership, ProcessSet, connect
+from ringreduce.runtime.recording import Recording
 from ringreduce.runtime.sealing import Handshake, SealedConnection
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.waiting import Waiter
@@ -182,8 +183,15 @@ class OwnWorld(World):
         self.stops = False
         self._asked = np.zeros(1)
         self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
+        self.recording = Recording()
         self.observer = Observer(
-            self.rank, self.size, clock, config=config, neighbours=parts.communicator.neighbours(), followers=followers
+            self.rank,
+            self.size,
+            clock,
+            config=config,
+            neighbours=parts.communicator.neighbours(),
+            followers=followers,
+            more=[self.recording],
         )
         lifetime.listen_while_held("failed below", self.note_refusal)
         self._register(everyone, list(range(messages.size)), parts)
@@ -240,6 +248,7 @@ class OwnWorld(World):
                 messages,
                 world.communicator.library,
                 world.metrics,
+                refuse=world.recording.refuse,
                 nodes=len(world.hosts.nodes),
                 recoveries=recoveries,
                 abort=connection.abort,
@@ -420,11 +429,11 @@ class OwnWorld(World):
     def note_refusal(self, error: BaseException) -> None:
         """Record an error if it says that a message has changed on its way, to this rank or another one."""
         if isinstance(error, ChangedMessageError):
-            self.observer.refuse("message", error)
+            self.recording.refuse("message", error)
 
     def detach(self, reason: str) -> bool:
         """Let the ranks of the node know that this one ends; return whether it is the first of them that does so."""
-        self.observer.end_audit(reason)
+        self.recording.end(reason)
         why = AbortReason(reason, self.rank)
         first = [each.communicator.detach(why) for each in self.sets.values() if each.connected]
         first += [each.communicator.detach(why) for each in self._groups if each.lifetime.open]
@@ -434,9 +443,9 @@ class OwnWorld(World):
         """Save what is only in memory, for people who look into why the job has ended; and leave no file besides."""
         error = getattr(sys, "last_value", None)
         self.observer.recorder.end_status()
-        self.observer.flush_timeline()
+        self.observer.traces.flush()
         # If no reason was given, another rank ends the job.
-        self.observer.end_audit("the process was ended" if error is None else f"{type(error).__name__}: {error}")
+        self.recording.end("the process was ended" if error is None else f"{type(error).__name__}: {error}")
 
     def in_child(self) -> World:
         """Return the world of this process, which the rank has forked. Takes no lock, and waits for none.
@@ -454,6 +463,7 @@ class OwnWorld(World):
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
         self.note_refusal(error)
         with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
+            self.recording.end(str(error))
             self.observer.end(str(error))
         for group in self._groups:
             group.abort(error)
@@ -465,6 +475,7 @@ class OwnWorld(World):
     def close(self) -> None:
         """End the world. Collective."""
         self.observer.conclude(self.report)
+        self.recording.end(None)
         self.observer.end()
         groups = (each.close for each in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)

@@ -9,8 +9,8 @@ import pytest
 from lost_hosts import Training, elastic, listed, nothing_is_left, ranks_of
 from machines import Cluster, cluster_of
 
+from ringreduce.audit.chain import examine, is_signed
 from ringreduce.common.keys import read_secret, write_secret
-from ringreduce.observe.audit_chain import examine, is_signed
 
 cluster = cluster_of("ssh", 3)
 

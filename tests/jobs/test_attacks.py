@@ -9,8 +9,8 @@ import launching
 import pytest
 from launching import PROGRAMS, RINGREDUCE, Job
 
+from ringreduce.audit.chain import examine, is_signed
 from ringreduce.common.keys import read_secret, write_secret
-from ringreduce.observe.audit_chain import examine, is_signed
 
 ALL = ("change", "repeat", "drop", "swap", "cut")
 

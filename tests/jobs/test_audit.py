@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from launching import RINGREDUCE, run
 
+from ringreduce.audit.chain import examine
 from ringreduce.common.keys import write_secret
-from ringreduce.observe.audit_chain import examine
 
 FAILING = """
 import os, signal, sys

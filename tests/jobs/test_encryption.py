@@ -10,8 +10,8 @@ import launching
 import pytest
 from launching import RINGREDUCE, Job
 
+from ringreduce.audit.chain import examine
 from ringreduce.common.keys import write_secret
-from ringreduce.observe.audit_chain import examine
 
 
 def run(*arguments: object, **environment: str | None) -> Job:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from launching import LIMIT_S, RINGREDUCE, job_environment
 
+from ringreduce.audit.chain import ChainedFile
 from ringreduce.common.config import runtime_folder
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import read_secret, write_secret
@@ -27,7 +28,6 @@ from ringreduce.launcher import unpack
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder
-from ringreduce.observe.audit_chain import ChainedFile
 from ringreduce.observe.out.serving import Answer, TextServer
 from ringreduce.observe.seen.recorder import FlightRecorder, folder
 from ringreduce.observe.seen.trace_file import TraceFile

@@ -13,8 +13,8 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.audit.chain import examine, is_signed
 from ringreduce.common.keys import read_secret, write_secret
-from ringreduce.observe.audit_chain import examine, is_signed
 from ringreduce.observe.job.job_view import last_values
 
 torch = pytest.importorskip("torch")
@@ -104,7 +104,7 @@ def test_values_of_the_program_are_recorded(
     own = runtime._process.own()
     assert own is not None
     if are_gathered and rank == 0:
-        gathering = own.observer._gathering
+        gathering = own.observer._collection.gathering
         assert gathering is not None
         deadline = time.monotonic() + 60
         told = {other: {"loss": (100.0 + 2 * other) ** 2} for other in range(size)}

@@ -236,11 +236,11 @@ def floors(below: Mapping[str, set[str]]) -> int:
 
 
 def test_the_picture_of_folders_is_small():
-    """At most 13 floors, at most 124 arrows; the one that goes up is that of the entry point of torch's backend."""
+    """At most 13 floors, at most 128 arrows; the one that goes up is that of the entry point of torch's backend."""
     below: dict[str, set[str]] = defaultdict(set)
     for module, others in modules_imported().items():
         below[room(module)] |= {room(other) for other in others} - {room(module)}
-    assert sum(map(len, below.values())) <= 124
+    assert sum(map(len, below.values())) <= 128
     assert below.pop(ENTRY.stem) == {"common", "torch"}
     assert floors(below) <= 13
 
@@ -249,7 +249,7 @@ def test_the_picture_of_folders_is_small():
     ("folder", "beside", "limits"),
     [
         ("training", set(), (9, 25, 5)),
-        ("observe", {"observer", "audit", "audit_chain", "origins", "fingerprints"}, (8, 12, 4)),
+        ("observe", {"observer", "watchers"}, (5, 9, 5)),
     ],
 )
 def test_a_large_folder_is_a_few_rooms(folder: str, beside: set[str], limits: tuple[int, int, int]):

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.audit.chain import ChainedFile, examine, is_signed
+from ringreduce.audit.run_record import AuditRecord
 from ringreduce.common.keys import read_secret, write_secret
 from ringreduce.common.launch import allocation
-from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.audit_chain import ChainedFile, examine, is_signed
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -315,7 +315,7 @@ def test_without_the_setting_nothing_is_imported() -> None:
     """Neither what asks git and reads packages, nor what shows records."""
     source = f"{PROGRAM}rr.audit('data', rows=3); import sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
-    assert {"ringreduce.observe.origins", "importlib.metadata", "rich"} & set(done.stdout.split()) == set()
+    assert {"ringreduce.audit.origins", "importlib.metadata", "rich"} & set(done.stdout.split()) == set()
 
 
 # ---- what other ranks say ----

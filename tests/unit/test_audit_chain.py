@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringreduce.audit.chain import ChainedFile, examine, is_signed
+from ringreduce.audit.run_record import AuditRecord
 from ringreduce.common.keys import Secret
-from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.audit_chain import ChainedFile, examine, is_signed
 
 
 def written(path: Path) -> bytes:
@@ -114,7 +114,7 @@ def test_the_first_wrong_line_is_named(tamper: Callable[[st.DataObject], list[by
         lines, whole = (re.findall(rb"[^\n]*\n|[^\n]+", each) for each in (tampered, RECORD))
         first = next(place for place in count() if lines[place : place + 1] != whole[place : place + 1])
         found = examine(tampered)
-        assert found.wrong == first + 1, found.reason
+        assert found.wrong == first + 1
         assert found.lines == [json.loads(line) for line in LINES[:first]]
 
     check()

@@ -14,11 +14,11 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringreduce.audit.chain import examine
+from ringreduce.audit.run_record import AuditRecord
 from ringreduce.cli import main
 from ringreduce.common.keys import write_secret
 from ringreduce.elastic import CommitStore
-from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.audit_chain import examine
 
 BEGIN: dict[str, Any] = {
     "command": ["/opt/venv/bin/python3", "train.py", "--name", "a b"],
@@ -131,21 +131,20 @@ def test_verify_checks_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("change", "number", "why"),
+    ("change", "number"),
     [
-        (lambda lines: [*lines[:2], lines[2].replace("aaa", "abc"), *lines[3:]], 3, "it was changed"),
-        (lambda lines: [*lines[:2], *lines[4:]], 3, "lines 3 to 4 are missing before it"),
-        (lambda lines: [*lines[:4], lines[1], *lines[4:]], 5, "it is line 2 once more"),
-        (lambda lines: ["hello\n", *lines], 1, "is no line of an audit record"),
+        (lambda lines: [*lines[:2], lines[2].replace("aaa", "abc"), *lines[3:]], 3),
+        (lambda lines: [*lines[:2], *lines[4:]], 3),
+        (lambda lines: [*lines[:4], lines[1], *lines[4:]], 5),
+        (lambda lines: ["hello\n", *lines], 1),
     ],
 )
-def test_verify_names_the_first_wrong_line(path: Path, change: Any, number: int, why: str) -> None:
-    """With the reason; other commands say so, too, after what they know from the lines before it."""
+def test_verify_names_the_first_wrong_line(path: Path, change: Any, number: int) -> None:
+    """Other commands do so, too, after what they know from the lines before it."""
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
     done = ringreduce("audit", "verify", path)
     assert done.exit_code == 1
     assert done.stdout.startswith(f"{path}: line {number} is wrong: ")
-    assert why in done.stdout
     done = ringreduce("audit", "show", path)
     assert (done.exit_code, f"line {number} is wrong" in done.stderr, "commit" in done.stdout) == (1, True, number > 1)
     assert ringreduce("reproduce", path).exit_code == (1 if number > 1 else 2)

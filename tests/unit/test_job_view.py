@@ -16,12 +16,12 @@ from browser import look
 from recorded_ranks import snapshot
 
 from ringreduce.common.errors import ConfigError, TransportError
+from ringreduce.common.instruments import mean_values
 from ringreduce.observe.job.gathering import Gathering
 from ringreduce.observe.job.host_uses import NetworkRates, usage
 from ringreduce.observe.job.job_view import JobView, last_values, rows
 from ringreduce.observe.out.job_page import job_page
 from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
-from ringreduce.observe.seen.reported_values import mean_values
 from ringreduce.observe.seen.resources import DiskCounters
 from ringreduce.observe.seen.snapshots import RateSample, ReportedValue, SlowRank, Snapshot
 from ringreduce.transport.memory import MemoryWorld

@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 import ringreduce as rr
+from ringreduce.audit.chain import examine
+from ringreduce.audit.run_record import AuditRecord
 from ringreduce.cli import main
 from ringreduce.common.errors import ChangedMessageError
 from ringreduce.common.keys import write_secret
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.elastic.commits import require_seen_by_all
-from ringreduce.observe.audit import AuditRecord
-from ringreduce.observe.audit_chain import examine
 from ringreduce.observe.seen.recorder import folder as status_folder
 
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ringreduce.common.instruments import mean_values
 from ringreduce.observe.job.host_uses import usage
 from ringreduce.observe.job.waits import waits
-from ringreduce.observe.seen.reported_values import mean_values
 from ringreduce.observe.seen.snapshots import SlowRank, Snapshot
 from ringreduce.observe.seen.step_clock import SpentOnSteps
 

@@ -12,9 +12,9 @@ from functools import cache
 from operator import attrgetter
 from typing import Generic, TypeVar
 
+from ringreduce.common.instruments import mean_values
 from ringreduce.observe.job.job_view import JobView, RankRow, last_values, rows
 from ringreduce.observe.seen.metrics import Family, openmetrics
-from ringreduce.observe.seen.reported_values import mean_values
 from ringreduce.observe.seen.resources import Counters, DiskCounters, InterfaceCounters
 from ringreduce.observe.seen.snapshots import Snapshot
 

@@ -213,7 +213,6 @@ class FlightRecorder:
 
     def write_status(self) -> Snapshot | None:
         """Return what this rank does now, and write it if it has a file; None: `begin_status` was not called."""
-        path = self._status
         metrics = self._metrics
         if metrics is None:
             return None
@@ -251,13 +250,16 @@ class FlightRecorder:
             place=main_thread_place(),
         )
         self.told = status
-        if path is not None:
-            text = json.dumps(status.to_json()).encode()
+        text = json.dumps(status.to_json()).encode()
+        if (path := self._status) is not None:
             try:
                 _write(path, lambda file: file.write(text))
             except FileNotFoundError:
-                folder()  # the last rank of another job has removed it
-                _write(path, lambda file: file.write(text))
+                if self._status is not None:
+                    folder()  # the last rank of another job has removed it
+                    _write(path, lambda file: file.write(text))
+            if self._status is None:  # it has ended meanwhile, in another thread or in a signal handler
+                _remove(path)
         return status
 
     def _used(self) -> UsedResources:
@@ -277,9 +279,7 @@ class FlightRecorder:
         self._resources.end()
         self._metrics = self.step_clock = None  # they keep the world alive, which has this
         if path is not None and os.getpid() == self._pid:
-            path.unlink(missing_ok=True)
-            with suppress(OSError):  # others of this user have files there
-                path.parent.rmdir()
+            _remove(path)
 
     def _failed(self, error: BaseException) -> None:
         """Take note that a call has failed for good, and write down what was done last, if that was asked for."""
@@ -320,6 +320,13 @@ def folder() -> Path:
             f"{path} is not a folder of this user's alone; remove it, or set XDG_RUNTIME_DIR or TMPDIR"
         )
     return path
+
+
+def _remove(path: Path) -> None:
+    """Remove the file of a rank, and the folder if it was the last one."""
+    path.unlink(missing_ok=True)
+    with suppress(OSError):  # others of this user have files there
+        path.parent.rmdir()
 
 
 def _living() -> Iterator[tuple[Path, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ringreduce.common.errors import ConfigError
@@ -78,12 +77,3 @@ def _number(value: Any) -> float:
         return float(value.item() if hasattr(value, "item") else value)
     except Exception:
         return math.nan
-
-
-def mean_values(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over ranks of the last value of each name."""
-    found: dict[str, list[float]] = {}
-    for last in ranks:
-        for name, value in last.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(each) / len(each) for name, each in found.items()}

@@ -19,7 +19,7 @@ from attacks import ATTACK
 from mpi4py import MPI
 
 import ringreduce as rr
-from ringreduce.observe.audit_chain import examine
+from ringreduce.audit.chain import examine
 
 JOB = MPI.COMM_WORLD
 LIMIT_S = "30"

@@ -1,11 +1,11 @@
 """The audit record of a run: a file with a line of JSON for each thing that happens, in a chain of hashes.
 
-Each line has the entries of `ringreduce.observe.audit_chain`, and event, world (a token that all lines of one world
+Each line has the entries of `ringreduce.audit.chain`, and event, world (a token that all lines of one world
 have), time (ISO 8601, UTC), ranks (a list), host, pid, facts. Events:
 
     begin     of a world; facts: command (a list), versions, settings, size, hosts (host -> ranks), restart (how often
               the launcher has started the job before), allocation (the scheduler's), and what
-              `ringreduce.observe.origins` finds: script, repository, packages
+              `ringreduce.audit.origins` finds: script, repository, packages
     commit    of an elastic training, one that copies the weights; facts: number, and sha256 of models, optimizers and
               the like, by name, or why there is none
     written   of a commit, to disk; facts: number, file, sha256
@@ -37,18 +37,19 @@ import platform
 import secrets
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timezone
 from typing import Any
 
+from ringreduce.audit.chain import ChainedFile, plain, said_by
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import ChangedMessageError, ConfigError, RingReduceError
+from ringreduce.common.instruments import mean_values
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.launch import allocation, launch
-from ringreduce.observe.audit_chain import ChainedFile, plain, said_by
-from ringreduce.observe.seen.reported_values import mean_values
+from ringreduce.common.libraries import loaded_versions
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.waiting import Waiter
 
@@ -106,11 +107,6 @@ class AuditRecord:
         return record
 
     @staticmethod
-    def refuse_alone(config: Config, what: str, error: Exception, rank: int = 0) -> None:
-        """Append that something was refused where there is no world; see `add_alone`, and `refuse`."""
-        AuditRecord.add_alone(config, "refused", _refusal(what, error), rank)
-
-    @staticmethod
     def add_alone(config: Config, event: str, facts: Mapping[str, Any], rank: int = 0) -> None:
         """Append a line of no world to the record that the settings ask for, if they do; an error is logged."""
         if config.audit is None:
@@ -120,7 +116,7 @@ class AuditRecord:
             record._take_key(config)
         except ConfigError as error:
             _log.error("a line of the audit record %s is not signed: %s", config.audit, error)
-        record._append_now(record._entry(event, facts))
+        record._append([record._entry(event, facts)])
 
     def _take_key(self, config: Config) -> None:
         if config.key_file is not None:
@@ -130,16 +126,12 @@ class AuditRecord:
         self._take_key(config)
         if self._rank:
             return
-        from ringreduce.observe.origins import origins  # reads all packages' versions: what needs no record is without
+        from ringreduce.audit.origins import origins  # reads all packages' versions: what needs no record is without
 
+        versions = {"ringreduce": VERSION, "Python": platform.python_version(), **loaded_versions(), "MPI": library}
         facts = {
             "command": sys.orig_argv,
-            "versions": {
-                "ringreduce": VERSION,
-                "Python": platform.python_version(),
-                **loaded_versions(),
-                "MPI": library,
-            },
+            "versions": versions,
             "settings": {each.name: getattr(config, each.name) for each in fields(Config)},
             "size": sum(map(len, hosts.values())),
             "hosts": hosts,
@@ -162,11 +154,10 @@ class AuditRecord:
 
     def append(self, event: str, facts: Mapping[str, Any]) -> None:
         """Record; an error is logged, as the training shall not fail for it."""
-        entry = self._entry(event, facts)
         if self._rank:
-            self._kept.append(entry)
+            self._kept.append(self._entry(event, facts))
         else:
-            self._append_now(entry)
+            self._append([self._entry(event, facts)])
 
     def refuse(self, what: str, error: BaseException) -> None:
         """Record that something was refused; once, where several say so one after the other.
@@ -175,7 +166,7 @@ class AuditRecord:
             what: the call, ``"init"`` or ``"message"``.
             error: why.
         """
-        facts = _refusal(what, error)
+        facts = refusal(what, error)
         if facts["error"] != self._refused:
             self._refused = facts["error"]
             self.append("refused", facts)
@@ -185,11 +176,15 @@ class AuditRecord:
         """Whether this rank has refused something that only rank 0, on another host, can record."""
         return bool(self._refused and self._rank and not self._with_rank_0)
 
-    def _append_now(self, entry: Mapping[str, Any]) -> None:
+    def _append(self, entries: Sequence[Mapping[str, Any]], new_in: str | None = None) -> None:
+        """Append lines (see `ChainedFile.append`), or log which ones are missing, and why."""
         try:
-            self._file.append([entry])
+            if not self._with_rank_0:
+                raise OSError("rank 0, which keeps it, is on another host, and no commit has come since")
+            self._file.append(entries, new_in)
         except OSError as error:
-            self._log_lack(entry["event"], error)
+            events = " and ".join(dict.fromkeys(each["event"] for each in entries))
+            _log.error("the audit record %s lacks a line (%s): %s", self._file.path, events, error.strerror or error)
 
     def collect(self, gather: Callable[[Any], list[Any]], values: Mapping[str, float]) -> None:
         """Let rank 0 append what other ranks have kept; an error of the file is logged. Collective.
@@ -206,25 +201,25 @@ class AuditRecord:
             everyone = []
         for _ in kept:
             self._kept.popleft()
+        if self._rank:
+            return
         merged: dict[str, dict[str, Any]] = {}
-        for entry in (entry for entries, _ in everyone for entry in entries):
-            first = merged.setdefault(said_by(entry), entry)
-            if entry["ranks"][0] not in first["ranks"]:
-                first["ranks"] += entry["ranks"]
-        if merged and not self._rank:
-            try:
-                self._file.append_new(list(merged.values()), self._world)
-            except OSError as error:
-                self._log_lack("of other ranks", error)
+        for rank, (entries, _) in enumerate(everyone):
+            for entry in entries:
+                ranks = merged.setdefault(said_by(entry), {**entry, "ranks": []})["ranks"]
+                if rank not in ranks:
+                    ranks.append(rank)
+        if merged:
+            self._append([*merged.values()], self._world)
         self._append_values({rank: said for rank, (_, said) in enumerate(everyone)})
 
     def _append_values(self, values: Mapping[int, Mapping[str, float]]) -> None:
-        """Let rank 0 append the means of what ranks have reported, if they have."""
+        """Append the means of what ranks have reported, if they have."""
         said = {rank: each for rank, each in values.items() if each}
-        if said and not self._rank:
+        if said:
             means = mean_values(said.values())
             facts = {name: each if math.isfinite(each) else str(each) for name, each in means.items()}
-            self._append_now(self._entry("values", facts) | {"ranks": sorted(said)})
+            self._append([self._entry("values", facts) | {"ranks": sorted(said)}])
 
     def end(self, error: str | None, values: Mapping[int, Mapping[str, float]] = {}) -> None:
         """Record that the world has ended; does nothing the second time.
@@ -242,28 +237,13 @@ class AuditRecord:
             return
         if error is not None:
             self.append("failed", {"error": error})
-        if not self._kept:
-            return
-        try:
-            if not self._with_rank_0:
-                raise OSError("rank 0, which keeps it, is on another host, and no commit has come since")
-            self._file.append_new(self._kept, self._world)
-        except OSError as why:
-            self._log_lack(" and ".join(dict.fromkeys(each["event"] for each in self._kept)), why)
-
-    def _log_lack(self, events: str, error: OSError) -> None:
-        _log.error("the audit record %s lacks a line (%s): %s", self._file.path, events, error.strerror or error)
+        if self._kept:
+            self._append([*self._kept], self._world)
 
 
-def _refusal(what: str, error: BaseException) -> dict[str, str]:
+def refusal(what: str, error: BaseException) -> dict[str, str]:
+    """Return the facts of a line that says what was refused, and why."""
     return {"what": what, "error": f"{type(error).__name__}: {error}"}
-
-
-def loaded_versions() -> dict[str, str]:
-    """Return the versions of those packages that matter and are loaded."""
-    packages = ("numpy", "mpi4py", "torch", "ml_dtypes", "cupy")
-    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
-    return {name: str(version) for name, version in loaded.items() if version is not None}
 
 
 def require_facts(event: Any, facts: Mapping[str, Any]) -> None:
@@ -291,7 +271,7 @@ def record_no_begin(messages: Messages, config: Config, error: RingReduceError) 
     """
     rank = messages.rank
     if rank == 0 or isinstance(error, ChangedMessageError):
-        AuditRecord.refuse_alone(config, "init", error, rank)
+        AuditRecord.add_alone(config, "refused", refusal("init", error), rank)
     with suppress(RingReduceError):
         if rank:
             Waiter(_TO_RECORD_S).until(messages.poll, lambda: "rank 0")

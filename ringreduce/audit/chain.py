@@ -40,7 +40,6 @@ _TYPES = {
     **dict.fromkeys(("line", "pid"), int),
     **{"ranks": list, "facts": dict},
 }
-_CHANGED = "it was changed, or is no line of an audit record"
 _LOCK_S = 2.0
 _LOCK_AGAIN_S = 0.005
 _TAIL_NBYTES = 1 << 16
@@ -65,10 +64,10 @@ class RecordLine(dict[str, Any]):
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("it has an entry twice")
-    return found
+    return entries
 
 
 class Examination(NamedTuple):
@@ -77,14 +76,12 @@ class Examination(NamedTuple):
     Attributes:
         lines: the lines before the first wrong one that are whole, each with all its entries.
         cut: numbers of lines that were cut off, as a process was killed while it wrote.
-        wrong: number of the first wrong line; None: there is none.
-        reason: what is wrong with it, for people.
+        wrong: number of the first wrong line: it is not as it was written, or not where. None: there is none.
     """
 
     lines: list[RecordLine]
     cut: list[int]
     wrong: int | None = None
-    reason: str = ""
 
 
 def examine(data: bytes) -> Examination:
@@ -95,55 +92,44 @@ def examine(data: bytes) -> Examination:
     *texts, rest = data.split(b"\n")
     for number, text in enumerate([*texts, rest] if rest else texts, 1):
         line = _read(text)
-        if line is None:
-            if not _is_half(text):
-                return Examination(lines, cut, number - len(halves), _CHANGED)
+        if line is None and _is_half(text):
             halves.append(text)
-            continue
-        known = _digest(b"\n".join([*halves, b""])) if halves else None
-        if line.get("cut") != known:
-            return Examination(lines, cut, number - len(halves), "it was changed after the next whole line was written")
-        if misplaced := _misplaced(number, line, lines):
-            wrong, reason = misplaced
-            right = [each for each in lines if each["line"] < wrong]
-            return Examination(right, [each for each in cut if each < wrong], wrong, reason)
-        cut += range(number - len(halves), number)
-        halves.clear()
-        lines.append(line)
+        elif line is None or line.get("cut") != _digest_of(halves):
+            return Examination(lines, cut, number - len(halves))
+        elif (wrong := _misplaced(number, line, lines)) is not None:
+            return Examination([each for each in lines if each["line"] < wrong], [n for n in cut if n < wrong], wrong)
+        else:
+            cut += range(number - len(halves), number)
+            halves.clear()
+            lines.append(line)
     end = len(texts) + bool(rest) - len(halves)
     before = lines[-1]["hash"] if lines else ""
     for number, text in enumerate(halves, end + 1):
         begin = b'{"line": %d, "before": "%s", ' % (number, before.encode())
         text = text.rstrip(b"\0")
         if not rest or text[: len(begin)] != begin[: len(text)]:
-            return Examination(lines, cut, number, _CHANGED)
+            return Examination(lines, cut, number)
         cut.append(number)
     return Examination(lines, cut)
 
 
-def _misplaced(number: int, line: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """Return which line is wrong, and why, given the next line and the ones before it; None: it belongs there."""
+def _misplaced(number: int, line: RecordLine, lines: Sequence[RecordLine]) -> int | None:
+    """Return which line is the first wrong one, given the next line and the ones before it; None: it belongs there."""
     last = lines[-1]["hash"] if lines else ""
-    if (line["before"], line["line"]) == (last, number):
-        return None
+    before = line["before"]
+    if before == last:
+        return None if line["line"] == number else number
     known = {"": 0, **{each["hash"]: each["line"] for each in lines}}
-    if line["hash"] in known:
-        return number, f"it is line {known[line['hash']]} once more"
-    if line["before"] == last:
-        return number, f"it has the number {line['line']}"
-    if line["before"] in known:
-        return known[line["before"]] + 1, f"it was inserted: line {number} is what followed before"
-    if line["line"] == number and lines:
-        return lines[-1]["line"], f"it was changed after line {number} was written, or that one was changed"
-    if line["line"] > number:
-        return number, f"lines {number} to {line['line'] - 1} are missing before it"
-    return number, "it does not belong there"
+    if line["hash"] not in known and before in known:
+        return int(known[before]) + 1  # what is between has been inserted
+    # Of two lines that have right numbers and do not fit, the first one was changed, and its hash with it.
+    return lines[-1]["line"] if lines and line["hash"] not in known and line["line"] == number else number
 
 
 def _read(text: bytes) -> RecordLine | None:
     """Return what a line says; None: it is not as it was written."""
-    found = _WHOLE.fullmatch(text)
-    if found is None or _digest(found[1] + b"}") != found[2].decode():
+    parts = _WHOLE.fullmatch(text)
+    if parts is None or _digest(parts[1] + b"}") != parts[2].decode():
         return None
     try:
         line = RecordLine(text)
@@ -155,14 +141,13 @@ def _read(text: bytes) -> RecordLine | None:
 def _is_half(text: bytes) -> bool:
     """Return whether a line that is not whole may be what a process has left that was killed; else it was changed."""
     text = text.rstrip(b"\0")  # which a machine leaves that stops
-    if text[: len(_BEGIN)] != _BEGIN[: len(text)]:
-        return False
-    if _WHOLE.fullmatch(text) or ((found := _WHOLE.match(text)) and _digest(found[1] + b"}") == found[2].decode()):
+    parts = _WHOLE.match(text)
+    if parts and (parts.end() == len(text) or _digest(parts[1] + b"}") == parts[2].decode()):
         return False
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        return True
+        return text[: len(_BEGIN)] == _BEGIN[: len(text)]
     return False
 
 
@@ -170,10 +155,15 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _digest_of(halves: Sequence[bytes]) -> str | None:
+    """Return the entry ``cut`` of a line after some halves; None: it has none, as there are no halves."""
+    return _digest(b"\n".join([*halves, b""])) if halves else None
+
+
 def is_signed(line: RecordLine, key: Secret) -> bool:
     """Return whether somebody who has a secret has written the bytes of a line, after all lines before it."""
-    found = _SIGNED.fullmatch(line.text)
-    return found is not None and hmac.compare_digest(_signature(found[1] + b"}", key), found[2])
+    parts = _SIGNED.fullmatch(line.text)
+    return parts is not None and hmac.compare_digest(_signature(parts[1] + b"}", key), parts[2])
 
 
 def _signature(body: bytes, key: Secret) -> bytes:
@@ -199,33 +189,26 @@ class ChainedFile:
         self._threads = threading.RLock()
         self._is_locked = False
 
-    def append(self, entries: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, entries: Sequence[Mapping[str, Any]], new_in: str | None = None) -> None:
         """Append lines.
 
         Args:
             entries: their entries, but for those of the chain.
+            new_in: append only what no other line of this world says; None: all.
 
         Raises:
             OSError: the file cannot be written or locked, is a link or no file, belongs to another user or others may
-                read or write it, or its end was changed.
+                read or write it, its end was changed, or it has no line of that world, and so is another one.
         """
         with self._locked() as file:
+            said = set[str]()
+            if new_in is not None:
+                texts = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")
+                said = {said_by(line) for text in texts if (line := _read(text)) and line["world"] == new_in}
+                if not said:
+                    raise FileNotFoundError("the record of rank 0 is not there")
             for each in entries:
-                _append(file, each, self.key)
-
-    def append_new(self, entries: Sequence[Mapping[str, Any]], world: str) -> None:
-        """Append those lines that say what no other line of a world says.
-
-        Raises:
-            OSError: as for `append`; or the file has no line of this world, and so is another one.
-        """
-        with self._locked() as file:
-            texts = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")
-            said = {said_by(line) for text in texts if (line := _read(text)) and line["world"] == world}
-            if not said:
-                raise FileNotFoundError("the record of rank 0 is not there")
-            for each in entries:
-                if said_by(each) not in said:
+                if not said or said_by(each) not in said:
                     _append(file, each, self.key)
 
     @contextmanager
@@ -235,17 +218,8 @@ class ChainedFile:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = os.open(self.path, flags, 0o600)
             try:
-                found = os.fstat(file)
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError(f"{self.path} is a pipe or a device, and no file")
-                if found.st_uid != os.geteuid():
-                    raise PermissionError(f"{self.path} belongs to user {found.st_uid}: name another file")
-                if found.st_nlink > 1:
-                    raise PermissionError(f"{self.path} has {found.st_nlink} names (hard links): name another file")
-                if found.st_mode & 0o077:  # who may read a file may lock it, and keep this process from writing
-                    raise PermissionError(
-                        f"other users may read or write, and so lock {self.path}: chmod 600 {self.path}"
-                    )
+                if complaint := _foreign(os.fstat(file)):
+                    raise PermissionError(f"{self.path} {complaint}")
                 if not inside:
                     self._lock(file)
                     self._is_locked = True
@@ -271,12 +245,24 @@ class ChainedFile:
                 return
 
 
+def _foreign(status: os.stat_result) -> str:
+    """Return why a file is no record of this user's alone; empty if it is one."""
+    if not stat.S_ISREG(status.st_mode):
+        return "is a pipe or a device, and no file"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}: name another file"
+    if status.st_nlink > 1:
+        return f"has {status.st_nlink} names (hard links): name another file"
+    # Who may read a file may lock it, and keep this process from writing.
+    return "can be read or written, and so locked, by other users: chmod 600" if status.st_mode & 0o077 else ""
+
+
 def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:
     while True:
         nbytes = os.fstat(file).st_size
-        number, before, gap, tail = _end_of(file, nbytes)
-        chain = {"line": number + 1, "before": before}
-        body = json.dumps({**chain, **entry, **({"cut": _digest(gap)} if gap else {})}, default=plain).encode()
+        number, before, halves, tail = _end_of(file, nbytes)
+        cut = {"cut": _digest_of(halves)} if halves else {}
+        body = json.dumps({"line": number + 1, "before": before, **entry, **cut}, default=plain).encode()
         if key is not None:
             body = body[:-1] + b', "signature": "%s"}' % _signature(body, key)
         data = tail + body[:-1] + f', "hash": "{_digest(body)}"}}\n'.encode()
@@ -288,11 +274,11 @@ def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:
         os.ftruncate(file, end - len(data))  # a signal handler has appended before this line
 
 
-def _end_of(file: int, nbytes: int) -> tuple[int, str, bytes, bytes]:
+def _end_of(file: int, nbytes: int) -> tuple[int, str, list[bytes], bytes]:
     """Return where a record ends.
 
     Returns:
-        The number of its last line, the hash of the last whole one, all bytes after that one, and what ends the last
+        The number of its last line, the hash of the last whole one, the halves after that one, and what ends the last
         line before another one begins.
     """
     span = _TAIL_NBYTES
@@ -300,16 +286,15 @@ def _end_of(file: int, nbytes: int) -> tuple[int, str, bytes, bytes]:
         data = os.pread(file, span, max(nbytes - span, 0))
         tail = b"\n" if data and not data.endswith(b"\n") else b""
         texts = (data + tail).split(b"\n")[:-1]
-        begin = 1 if span < nbytes else 0  # the first one may have begun before
-        for place in range(len(texts) - 1, begin - 1, -1):
-            line = _read(texts[place])
-            halves = texts[place + 1 :]
-            if line is not None:
-                return line["line"] + len(halves), line["hash"], b"\n".join([*halves, b""]) if halves else b"", tail
-            if not _is_half(texts[place]):
+        halves: list[bytes] = []
+        for text in reversed(texts[1:] if span < nbytes else texts):  # the first one may have begun before
+            if (line := _read(text)) is not None:
+                return line["line"] + len(halves), line["hash"], halves[::-1], tail
+            if not _is_half(text):
                 raise OSError("its last line was changed, or it is no audit record; move it away")
+            halves.append(text)
         if span >= nbytes:
-            return len(texts), "", b"\n".join([*texts, b""]) if texts else b"", tail
+            return len(halves), "", halves[::-1], tail
         span *= 16
 
 
