@@ -18,7 +18,7 @@ from ringreduce.runtime.process_sets import require_process_set
 from ringreduce.torch import own_state, wrapper, wrapping
 from ringreduce.torch.compression import Compression
 from ringreduce.torch.private import scaler_of
-from ringreduce.torch.reduced import GradientState, Reduced, warn_of_own_step, warn_of_second_reduction
+from ringreduce.torch.reduced import Reduced, ReductionState, warn_of_own_step, warn_of_second_reduction
 from ringreduce.torch.sharded.saved import add_training, take_training
 from ringreduce.torch.sharded.shardable import is_elementwise, require_shardable
 from ringreduce.torch.sharded.stepper import Stepper
@@ -195,7 +195,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         self.rejoin()
         if samples is not None:
             self._training.reducer.require_samples_allowed(SKIPPING if self._skipping else self._reduced.by(id(self)))
-        equal = not self._skipping or self._reduced.state is not GradientState.OWN  # gradients, on all ranks
+        equal = not self._skipping or self._reduced.state is not ReductionState.OWN  # gradients, on all ranks
         with self._stepper.reading:
             self._stepper.require_unchanged()
             if self._adasum and not self._training.alone:
@@ -209,7 +209,7 @@ class DistributedOptimizer(wrapper.Wrapper):
                 return result
             gradients = self._training.gradients
             if not (self._skipping or self._reduced.is_final(id(self))) and gradients.pending:
-                if self._reduced.state is GradientState.SYNCHRONIZED and not self._training.alone:
+                if self._reduced.state is ReductionState.SYNCHRONIZED and not self._training.alone:
                     warn_of_second_reduction(adds_up=self._op is SUM)
                 with gradients.reducer.own_parts():
                     gradients.reduce(samples=samples)

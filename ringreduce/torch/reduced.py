@@ -15,7 +15,7 @@ from ringreduce.torch.private import has_looked, scaler_state
 from ringreduce.training.options.refusals import SCALER, SKIPPING
 
 
-class GradientState(Enum):
+class ReductionState(Enum):
     """What the gradients are."""
 
     OWN = auto()  # this rank's: the step reduces them
@@ -35,14 +35,14 @@ class Reduced:
     """
 
     def __init__(self, arrivals: Arrivals | None = None) -> None:
-        self.state = GradientState.OWN
+        self.state = ReductionState.OWN
         self._arrivals = arrivals
         self._heard: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters, by their ids
         # The GradScaler for which they were reduced, and the state that it keeps for the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
 
     def _become_own(self) -> None:
-        self.state = GradientState.OWN
+        self.state = ReductionState.OWN
         self._scaler = None
 
     def forget(self) -> None:
@@ -62,17 +62,17 @@ class Reduced:
         self._scaler = None
         if self._arrivals is not None:
             self._arrivals.reduced()
-        if self.state is not GradientState.CLIPPED:
-            self.state = GradientState.SYNCHRONIZED
+        if self.state is not ReductionState.CLIPPED:
+            self.state = ReductionState.SYNCHRONIZED
 
     def clipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take note that they were clipped; what later backward passes make is not."""
-        self.state = GradientState.CLIPPED
+        self.state = ReductionState.CLIPPED
         this = weakref.ref(self)
 
         def added_to(parameter: torch.Tensor) -> None:
             reduced = this()
-            if reduced is not None and reduced.state is GradientState.CLIPPED:
+            if reduced is not None and reduced.state is ReductionState.CLIPPED:
                 reduced._become_own()
 
         for parameter in parameters:
@@ -83,33 +83,33 @@ class Reduced:
 
     def done_for(self, scaler: torch.amp.GradScaler, optimizer: int) -> None:
         """Take note that a GradScaler has had them reduced, for the next step of the optimizer with this ``id``."""
-        self.state = GradientState.SCALED
+        self.state = ReductionState.SCALED
         self._scaler = weakref.ref(scaler), scaler_state(scaler, optimizer)
 
     def is_done_for(self, scaler: torch.amp.GradScaler, optimizer: int) -> bool:
         """Return whether a GradScaler may read them as they are."""
         # The method of a subclass may read the groups, and then call the one of GradScaler, which reads them again.
         same = self._scaler is not None and self._scaler[1] is scaler_state(scaler, optimizer)
-        return same or self.state in (GradientState.SYNCHRONIZED, GradientState.CLIPPED)
+        return same or self.state in (ReductionState.SYNCHRONIZED, ReductionState.CLIPPED)
 
     def is_final(self, optimizer: int) -> bool:
         """Return whether the next step takes them as they are: clipped, or reduced for a GradScaler's own step."""
         scaler = None if self._scaler is None else self._scaler[0]()
-        if self.state is GradientState.CLIPPED or scaler is None:
-            return self.state is GradientState.CLIPPED
+        if self.state is ReductionState.CLIPPED or scaler is None:
+            return self.state is ReductionState.CLIPPED
         return has_looked(scaler_state(scaler, optimizer))  # forgotten once a step is over
 
     def by(self, optimizer: int) -> str | None:
         """Return, by its name in `refusals`, what reduced the gradients of the next step already; None: nothing."""
         if not self.is_final(optimizer):
             return None
-        return SCALER if self.state is GradientState.SCALED else SKIPPING
+        return SCALER if self.state is ReductionState.SCALED else SKIPPING
 
     def is_taken(self) -> bool:
         """Return whether a step of the wrapped optimizer itself may take them: only once."""
-        taken = self.state in (GradientState.SYNCHRONIZED, GradientState.CLIPPED)
-        if self.state is GradientState.SYNCHRONIZED:
-            self.state = GradientState.OWN
+        taken = self.state in (ReductionState.SYNCHRONIZED, ReductionState.CLIPPED)
+        if self.state is ReductionState.SYNCHRONIZED:
+            self.state = ReductionState.OWN
         return taken
 
 
