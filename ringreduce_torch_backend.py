@@ -69,7 +69,7 @@ def _knowing_its_ranks(init: Callable[..., None]) -> Callable[..., None]:
             elif given.get("backend") is not None and given.get("rank", -1) < 0 and _is_launched():
                 _require_known(str(given["backend"]), [each.lower() for each in dist.Backend.backend_list])
         init(*bound.args, **bound.kwargs)
-        if os.environ.get("RINGREDUCE_BEGUN"):
+        if os.environ.get("RINGREDUCE_MESSAGES"):
             from ringreduce.common.launch import report_begin
 
             report_begin()

@@ -20,6 +20,7 @@ from ringreduce.common.keys import KEY_VARIABLE
 from ringreduce.common.processes import ignore
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.common.settings import OneOf, PathOf, Setting, WholeNumber, rows
+from ringreduce.launcher.agents import with_agents
 from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Hosts
 from ringreduce.launcher.job import say
@@ -187,8 +188,13 @@ def command(dry_run: bool, **options: Any) -> int:
     if start.spec.rank_variables and (KEY_VARIABLE in spec.settings or os.environ.get(KEY_VARIABLE)):
         say("ranks get no MASTER_ADDR and MASTER_PORT, as torch's own backends do not encrypt; -x sets them")
     start = without_own_networks(start)
-    with shipped(start, bytes_bar) as start, with_results(start) as start, with_free_port(start) as start:
-        status = Restarts(start.with_stdin()).run()
+    with (
+        shipped(start, bytes_bar) as start,
+        with_results(start) as start,
+        with_free_port(start) as start,
+        with_agents(start) as hearing,
+    ):
+        status = Restarts(start.with_stdin(), hearing=hearing).run()
         if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again
             ignore(signal.SIGTERM)
             ignore(signal.SIGUSR1)

@@ -73,12 +73,16 @@ _SCHEDULERS = {
 
 _FENCE = re.compile("[0-9]{20}-[0-9a-f]{8}")
 
+#: The folder for messages to `ringreduce run` on a host where an engine runs mpirun's daemon. mpirun passes this
+#: variable on to no other host, and it counts before the folder that all hosts have.
+MESSAGES_HERE = "_RINGREDUCE_MESSAGES"
+
 #: What `ringreduce run` sets, `horovodrun` (the folder of commits), and what calls functions on ranks (of engines).
 VARIABLES = {
     f"RINGREDUCE_{name}"
     for name in (
-        *("MARKS", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "COMMIT_REPLICAS"),
-        *("MIN_NP", "RESET_LIMIT", "PULSE", "FENCE", "MASTER_ADDR", "MASTER_PORT", "BEGUN"),
+        *("MESSAGES", "SHELL", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "COMMIT_REPLICAS"),
+        *("MIN_NP", "RESET_LIMIT", "PULSE", "FENCE", "MASTER_ADDR", "MASTER_PORT"),
     )
 }
 
@@ -96,7 +100,8 @@ class Launch:
         local_size: how many of them on this host, as Open MPI or torchrun says it; None: that is not known.
         job_folder: on this host, removed when the job ends, however it does; None: there is none.
         survives_deaths: whether the job goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm``.
-        marks: the file, the standard error of a shell, in which `ringreduce run` reads marks; None: nobody does.
+        messages: the FIFO of this host to which messages to `ringreduce run` are written; None: there is none.
+        shell: the process over this rank that reports its end to `ringreduce run`; None: there is none.
         is_restartable: whether `ringreduce run` starts the job again on other hosts when the ranks end for that, and
             requests that by SIGUSR2, which they have blocked.
         restarts: how often it has started this job before.
@@ -120,7 +125,8 @@ class Launch:
     local_size: int | None = None
     job_folder: str | None = None
     survives_deaths: bool = False
-    marks: str | None = None
+    messages: str | None = None
+    shell: int | None = None
     is_restartable: bool = False
     restarts: int = 0
     start_timeout_s: float | None = None
@@ -132,12 +138,6 @@ class Launch:
     other_networks: str = ""
     fence: str | None = None
     doubts_silent: bool = False
-
-    @property
-    def shell(self) -> int | None:
-        """The process over this rank that reports its end to `ringreduce run`; None: there is none."""
-        found = re.fullmatch("/proc/([0-9]{1,9})/fd/2", self.marks or "")
-        return int(found[1]) if found else None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Launch:
@@ -151,6 +151,7 @@ class Launch:
             launcher = SRUN  # which speaks MPICH's protocol then
         folder = environ.get("PMIX_SERVER_TMPDIR", "")
         fence = environ.get("RINGREDUCE_FENCE", "")
+        messages = environ.get(MESSAGES_HERE) or environ.get("RINGREDUCE_MESSAGES")
         limit_s: float | None = None
         with suppress(KeyError, ValueError):
             limit_s = float(environ["RINGREDUCE_START_TIMEOUT"])
@@ -163,7 +164,8 @@ class Launch:
             local_size=number("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
             job_folder=folder if _is_own(folder) else None,
             survives_deaths=environ.get("OMPI_MCA_mpi_ft_enable", "0") in ("1", "true"),
-            marks=environ.get("RINGREDUCE_MARKS") or None,
+            messages=messages_in(messages) if messages else None,
+            shell=number("RINGREDUCE_SHELL"),
             is_restartable=environ.get("RINGREDUCE_RESTARTABLE") == "1",
             restarts=number("RINGREDUCE_RESTART") or 0,
             start_timeout_s=limit_s,
@@ -243,30 +245,37 @@ def own_host() -> str:
     return os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
 
 
-def notify_launcher(what: str) -> None:
-    """Tell `ringreduce run` what this rank does, in a few small letters; nothing, if that has not started it.
+def messages_in(folder: str) -> str:
+    """Return the path of the FIFO of this host in the folder for messages to `ringreduce run`.
 
-    It reads that among what is written to the standard error of the shell which has started this rank.
+    Hosts may share the folder, and be parts of one machine: each then has a network of its own.
     """
-    launched = launch()
-    if launched.marks is None:
-        return
-    try:
-        descriptor = os.open(launched.marks, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # or it would wait for a reader
-        with open(descriptor, "wb", buffering=0) as file:
-            os.set_blocking(descriptor, True)
-            file.write(f"\x1eringreduce: rank {launched.rank} on {own_host()} {what}\n".encode())
-    except OSError as error:
-        _log.warning("cannot report to `ringreduce run` that this rank %s: %s", what, error)
+    return f"{folder}/{os.readlink('/proc/self/ns/net')}"
+
+
+def notify_launcher(what: str) -> None:
+    """Tell `ringreduce run` what this rank does, in a few small letters; nothing, if no shell of that is over it."""
+    if launch().shell is not None:
+        _send_message(what)
 
 
 def report_begin() -> None:
-    """Tell `ringreduce run`, if it is on this host, that a rank looks for the others, or means to be alone."""
-    path = os.environ.get("RINGREDUCE_BEGUN", "")
-    with suppress(OSError):
-        if "memfd:ringreduce" in os.readlink(path):  # on another host this may be any file, of another process
-            with open(path, "ab", buffering=0) as file:
-                file.write(b"1")
+    """Tell `ringreduce run` that a rank looks for the others, or means to be alone."""
+    _send_message("has begun")
+
+
+def _send_message(what: str) -> None:
+    launched = launch()
+    if launched.messages is None:
+        return
+    line = f"{os.environ.get('RINGREDUCE_FENCE', '')} {launched.rank} {own_host()} {what}\n"
+    try:
+        # Opened for reading, too, and without waiting: a rank goes on where nobody reads.
+        descriptor = os.open(launched.messages, os.O_RDWR | os.O_NONBLOCK)
+        with open(descriptor, "wb", buffering=0) as fifo:
+            fifo.write(line.encode())
+    except OSError as error:
+        _log.warning("cannot report to `ringreduce run` that this rank %s: %s", what, error)
 
 
 def renew_rank_variables(rank: int, size: int, local_rank: int, local_size: int) -> None:

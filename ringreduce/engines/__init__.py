@@ -110,6 +110,7 @@ def run_on(
     where = on_hosts(hosts) if hosts else []
     line = job_line([*where, *exported, *options], "ringreduce.engines", "work_there")
     with private_folder() as folder, agent_server(held.start, folder) as environ:
+        held.pass_messages_to(folder)
         held.answers |= dict.fromkeys(REQUESTS, call_answers(call, folder, size))
         # The folder is removed also where mpirun is killed, and leaves its files.
         environ |= {"TMPDIR": str(folder), **worker_environment(address), **(env or {}), VARIABLE: held.ticket}

@@ -193,6 +193,7 @@ class RayExecutor:
         horovod = ["--horovod-variables"] if _HOROVOD in sys.modules else []
         line = job_line([*options, *horovod, *self._options], "ringreduce.launcher.stand_ins", "stand_in")
         environ = at_end.enter_context(agent_server(self._room.start, folder))
+        self._room.slots.pass_messages_to(folder)
         self._room.slots.answers[STAND_IN] = self._stand_ins.offer
         environ |= {"TMPDIR": str(folder), **worker_environment(self._room.address), VARIABLE: self._room.slots.ticket}
         begun: Future[subprocess.Popen[bytes]] = Future()

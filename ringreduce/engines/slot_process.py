@@ -28,8 +28,11 @@ DATA = "data"
 SLOT = "slot"
 #: Comes in place of a command.
 END = "end"
+#: Comes in place of the number of a command: what follows is a message of a rank here, for `ringreduce run`.
+MESSAGE = "message"
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.05  # at commands that run
+_READ_NBYTES = 1 << 16
 
 
 def _main() -> int:
@@ -65,7 +68,12 @@ def _serve(driver: Any) -> bool:
     """
     # Daemons that are killed leave their files.
     environ = {**os.environ, "PRTE_MCA_prte_tmpdir_base": os.environ[FOLDER]}
-    waited: list[Any] = [0, driver]
+    # Where ranks here write messages; see `ringreduce.launcher.marks`.
+    path = f"{os.environ[FOLDER]}/{os.readlink('/proc/self/ns/net')}"
+    os.mkfifo(path, 0o600)
+    fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    rest = b""
+    waited: list[Any] = [0, driver, fifo]
     commands: dict[int, subprocess.Popen[bytes]] = {}
     while True:
         ready, _, _ = select.select(waited, [], [], _LOOK_EVERY_S if commands else None)
@@ -80,11 +88,18 @@ def _serve(driver: Any) -> bool:
                 return True
             number, command = asked
             commands[number] = subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL, env=environ)
-        for number, process in list(commands.items()):
-            if process.poll() is not None:
-                del commands[number]
-                with suppress(OSError):  # the next look finds that the driver has ended
-                    driver.send_json([number, process.returncode])
+        ended = {number: process for number, process in commands.items() if process.poll() is not None}
+        with suppress(BlockingIOError):
+            rest += os.read(fifo, _READ_NBYTES)
+        *lines, rest = rest.split(b"\n")
+        for line in lines:
+            with suppress(OSError):
+                driver.send_json([MESSAGE, line.decode(errors="replace")])
+        # What ranks have said before a command ended comes before its status.
+        for number, process in ended.items():
+            del commands[number]
+            with suppress(OSError):  # the next look finds that the driver has ended
+                driver.send_json([number, process.returncode])
 
 
 def _end_all() -> None:

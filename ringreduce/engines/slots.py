@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import CollectiveError, ConfigError
+from ringreduce.common.launch import MESSAGES_HERE, messages_in
 from ringreduce.engines import slot_process
 from ringreduce.launcher import agent
 from ringreduce.launcher import connection as connection_module
@@ -55,6 +56,7 @@ class Slots:
         self._statuses: dict[int, int] = {}
         self._started = 0
         self._is_closed = False
+        self._messages = ""
         self.lost: list[str] = []
 
     def held(self) -> list[str]:
@@ -116,6 +118,19 @@ class Slots:
                 raise CollectiveError("the task there has ended")
             return self._statuses.pop(number, agent.UNREACHABLE)
 
+    def pass_messages_to(self, folder: Path) -> None:
+        """Write what ranks say to the FIFO of `ringreduce run` in a folder, from now on."""
+        self._messages = messages_in(str(folder))
+
+    def _pass_on(self, message: str) -> None:
+        with suppress(OSError):  # The job has ended.
+            fifo = os.open(self._messages, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.set_blocking(fifo, True)
+                os.write(fifo, f"{message}\n".encode())
+            finally:
+                os.close(fifo)
+
     def answer(self, request: Mapping[str, Any], connection: TokenConnection) -> None:
         """Take what a slot says, until its connection ends."""
         name = request["name"]
@@ -128,6 +143,9 @@ class Slots:
         try:
             while True:
                 number, status = connection.receive_json()
+                if number == slot_process.MESSAGE:
+                    self._pass_on(status)
+                    continue
                 with self._changed:
                     self._statuses[number] = status
                     self._changed.notify_all()
@@ -261,7 +279,13 @@ def hold(ticket: str, name: str, give: Callable[[socket.socket], object] = lambd
             subprocess.Popen(
                 [sys.executable, "-I", "-S", slot_process.__file__],
                 stdin=subprocess.PIPE,
-                env={**os.environ, **worker_environment(name), slot_process.FOLDER: folder, VARIABLE: ticket},
+                env={
+                    **os.environ,
+                    **worker_environment(name),
+                    slot_process.FOLDER: folder,
+                    MESSAGES_HERE: folder,
+                    VARIABLE: ticket,
+                },
                 start_new_session=True,
             ) as process,
         ):

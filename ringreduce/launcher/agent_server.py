@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ringreduce.common.launch import MESSAGES_HERE
 from ringreduce.launcher import agent
 from ringreduce.launcher.connection import served
 
@@ -50,7 +51,7 @@ def agent_server(start: Callable[[str, str], int], folder: Path) -> Iterator[dic
     Args:
         start: runs a command of a shell on a host, and returns its status when it has ended; it is called on threads
             of its own, for several hosts at once. An exception is the status of a host that is not reached, and a line.
-        folder: of this user alone, for the socket.
+        folder: of this user alone, for the socket and the messages of ranks.
 
     Yields:
         The environment for ``ringreduce run``, whose mpirun has the agent.
@@ -78,6 +79,7 @@ def agent_server(start: Callable[[str, str], int], folder: Path) -> Iterator[dic
     # as ranks of their node, which do not count them: Open MPI's collectives by node would wait for ever.
     environ["OMPI_MCA_coll"] = _without_han(environ.get("OMPI_MCA_coll", ""))
     environ["PRTE_MCA_plm_ssh_agent"] = " ".join([sys.executable, "-I", "-S", str(Path(agent.__file__)), path])
+    environ[MESSAGES_HERE] = str(folder)
     with served(server, answer):
         yield environ
 

@@ -41,7 +41,7 @@ _NO_PROGRAM = re.compile(
     r"[^:\n]*python[^:\n]*: (?:can't (?:open file|find)|No module named|Error while finding) "
 )
 #: What does not belong to the message of a rank: lines of ringreduce, and of MPI libraries.
-_OTHER = re.compile(r"^(?:ringreduce: |-{20,}|Abort\([0-9]+\) on node|Fatal error in |=+$|\x1e)", re.MULTILINE)
+_OTHER = re.compile(r"^(?:ringreduce: |-{20,}|Abort\([0-9]+\) on node|Fatal error in |=+$)", re.MULTILINE)
 
 
 def find(text: str) -> int | None:

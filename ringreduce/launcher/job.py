@@ -1,4 +1,4 @@
-"""One mpirun: its standard error, the marks that its ranks write there for the launcher, and its end."""
+"""One mpirun: its standard error, the messages of its ranks, and its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from ringreduce.common.processes import end_with_parent, handles, is_launcher, i
 from ringreduce.launcher.chains import Chains, SeenProcess, send
 from ringreduce.launcher.failures import KEPT_NBYTES, has_ended_job
 from ringreduce.launcher.grace import Grace, programs
-from ringreduce.launcher.marks import Mark, Output
+from ringreduce.launcher.marks import Hearing, Mark
+from ringreduce.launcher.notices import Output
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.tracebacks import Tracebacks
 
@@ -131,10 +132,10 @@ class Job:
     Args:
         line: its command line.
         environment: environment of its ranks.
-        on_mark: called with each mark.
+        on_mark: called with each message of a rank.
+        messages: receives these; None: nothing does.
         verbose: whether mpirun's own notices of failures are shown.
         grace_s: seconds that ranks of this host have to end after SIGTERM.
-        grows: whether SIGUSR2 asks ranks to begin again, so that users' own are not passed on.
         shielded: whether SIGTERM is kept from mpirun, and one that is sent to it counts as sent to this process: Open
             MPI's kills its ranks a quarter of a second after it. (It unblocks signals in these.)
         stdin: standard input of mpirun, as for `subprocess.Popen`; None: that of this process.
@@ -152,9 +153,9 @@ class Job:
         environment: Mapping[str, str],
         on_mark: Callable[[Mark], None],
         *,
+        messages: Hearing | None = None,
         verbose: bool = False,
         grace_s: float = 0.0,
-        grows: bool = False,
         shielded: bool = False,
         stdin: int | None = None,
     ) -> None:
@@ -165,7 +166,6 @@ class Job:
         self._asked: set[tuple[int, int]] = set()  # the processes that were asked to stop; 0: those of other hosts
         self._grace: Grace | None = None
         self._grace_s = grace_s
-        self._grows = grows
         self._had_grace = False
         self._has_failed = False  # a rank did, or had to be killed
         self._shielded = shielded
@@ -177,6 +177,7 @@ class Job:
         self._ended_by: signal.Signals | None = None
         self._killed_at = math.inf
         self._on_mark = on_mark
+        self._messages = messages
         keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup, which mpirun would undo
         self._process = subprocess.Popen(
             line,
@@ -293,7 +294,7 @@ class Job:
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Have mpirun send a signal to all ranks; not before it is ready, as it would end by that."""
-        if self._grace is not None or (self._grows and number == signal.SIGUSR2):
+        if self._grace is not None:
             return
         if handles(self._chains.mpirun.pid, number):
             send(self._chains.mpirun, number)
@@ -387,35 +388,39 @@ class Job:
         assert self._process.stderr is not None
         waiting = select.poll()
         waiting.register(self._process.stderr, select.POLLIN)
+        if self._messages is not None:
+            waiting.register(self._messages, select.POLLIN)
         while True:
             has_ended = self._process.poll() is not None
             if self._look():
                 look()
-            if waiting.poll(self._look_again_s * 1000):
+            ready = [descriptor for descriptor, _ in waiting.poll(self._look_again_s * 1000)]
+            for mark in () if self._messages is None else self._messages.read():
+                self._hear(mark)
+            if self._process.stderr.fileno() in ready:
                 chunk = self._process.stderr.read(_READ_NBYTES)
                 if not chunk:
                     break
                 self.written = (self.written + chunk)[-KEPT_NBYTES:]
-                text, marks = self._output.feed(chunk)
-                self._show(self._tracebacks.feed(text))
-                for mark in marks:
-                    self._keep(mark)
-                    if mark.what in ("has ended well", "has stopped", "has died"):
-                        self._chains.has_told(mark.rank)
-                    self._on_mark(mark)
-            elif has_ended:
-                break
-            else:
+                self._show(self._tracebacks.feed(self._output.feed(chunk)))
+            elif not ready:
+                if has_ended:
+                    break
                 self._show(self._tracebacks.feed(self._output.idle()) + self._tracebacks.idle())
-        self._show(self._tracebacks.feed(self._output.rest()) + self._tracebacks.rest())
+        self._show(self._tracebacks.feed(self._output.idle()) + self._tracebacks.rest())
+        for mark in () if self._messages is None else self._messages.last():
+            self._hear(mark)
 
-    def _keep(self, mark: Mark) -> None:
-        """Note who is to stop, and does."""
+    def _hear(self, mark: Mark) -> None:
+        """Note who is to stop, and does, and whose end is known."""
         if mark.what == "agrees to stop":  # the second time after a death, which the others survive
             self._to_stop = {mark.rank} if mark.rank in self._to_stop else self._to_stop | {mark.rank}
         elif mark.what in ("has stopped", "has ended well"):
             self._has_stopped |= mark.what == "has stopped"
             self._to_stop.discard(mark.rank)
+        if mark.what in ("has ended well", "has stopped", "has died"):
+            self._chains.has_told(mark.rank)
+        self._on_mark(mark)
 
     def end_line(self) -> None:
         """End the line that the job has written last, if it has not."""

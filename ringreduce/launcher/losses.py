@@ -71,13 +71,17 @@ class Losses:
         self._asked: dict[str, subprocess.Popen[bytes]] = {}
         self._asked_at = -math.inf
         self._checked: dict[str, subprocess.Popen[bytes]] = {}
-        self.begin({})
+        self.begin({}, hears_all=False)
 
-    def begin(self, ranks: Mapping[str, int]) -> None:
-        """A job begins, with so many ranks by host, of which nothing was heard yet."""
+    def begin(self, ranks: Mapping[str, int], *, hears_all: bool) -> None:
+        """A job begins, with so many ranks by host, of which nothing was heard yet.
+
+        Args:
+            ranks: by host.
+            hears_all: whether all that ranks of other hosts say comes here.
+        """
         spec = self._start.spec
-        elsewhere = spec.prefix or any("output" in word for word in spec.more)  # go the words of ranks
-        hears = self._start.is_remote(ranks) and not elsewhere
+        hears = self._start.is_remote(ranks) and hears_all
         self._ranks = ranks
         self._own_names: dict[str, set[str]] = {}  # hosts of the list, by their names in the operating system
         self._to_come = set(range(sum(ranks.values()))) if hears else set()

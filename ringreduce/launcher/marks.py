@@ -1,52 +1,22 @@
-"""What ranks write to standard error for the launcher, and what Open MPI does: users see neither."""
+"""RankMessages of ranks, and of the shells over them, to `ringreduce run`: lines in a FIFO of their host.
+
+The FIFO is in a folder of this user's alone, so no other user writes there, and nothing that a program prints is a
+message. The launcher reads that of its own host; an agent reads that of each other host, and passes the lines on.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
+from ringreduce.common.launch import messages_in
 
-def _beginnings(*words: bytes) -> bytes:
-    """Return the pattern of what may become one of these words."""
-    return b"|".join(re.escape(each[:count]) for each in words for count in range(len(each)))
-
-
-_MARK = re.compile(rb"\x1eringreduce: rank ([0-9]{1,9}) on ([^\s\x1e]{1,255}) ([a-z ]{1,20})\n")
-#: What may become one.
-_HALF_MARK = rb"\x1e[^\n]{0,320}\Z"
-#: How the boxes begin in which Open MPI says that a rank has failed, under a line of dashes.
-_FAILURES = (
-    b"MPI_ABORT was invoked on rank ",
-    b"prterun detected that one or more processes ",
-    b"prterun has exited due to process rank ",
-    b"prterun noticed that process rank ",
-    b"PRTE has lost communication with a remote daemon.",
-)
-_OPENING = rb"(?<=[\n\0])-{70,99}\n"
-_BODY = b"(?:" + b"|".join(map(re.escape, _FAILURES)) + rb")(?:(?!\n-{70,99}\n)[^\0]){0,4096}"
-_END = rb"\n-{70,99}\n\0*"  # prterun writes NUL bytes behind it
-_BOX = _OPENING + _BODY + _END
-#: The mpirun, in the name that it gives a process.
-_NAMED = re.compile(rb"Process name: +\[prterun-[^\s@]{1,255}-([0-9]+)@")
-#: What may become one: some dashes, a part of the first words, or a box that is not closed or may not be at its end.
-_BEGUN = _beginnings(*_FAILURES)
-_HALF_BOX = rb"(?<=[\n\0])-{1,99}\Z|" + _OPENING + b"(?:" + _BEGUN + b"|" + _BODY + b"(?:" + _END + rb")?)\Z"
-
-
-#: Lines of Open MPI that mean nothing for a job, by how they begin: its ssh was in a group of its own before it was put
-#: into one, and a connection was closed while libevent still waited for it.
-_HARMLESS = (
-    (rb"\[[^\s\]]{1,255}:[0-9]{1,7}\]", b" plm:ssh: Warning: setpgid("),
-    (rb"\[warn\]", b" Epoll "),
-)
-_LINE = rb"(?<=[\n\0])(?:" + b"|".join(who + re.escape(what) for who, what in _HARMLESS) + rb")[^\n]{0,400}\n"
-#: What may become one.
-_HALF_LINE = b"|".join(
-    rb"(?<=[\n\0])" + who + b"(?:" + _beginnings(what) + b"|" + re.escape(what) + rb"[^\n]{0,400})\Z"
-    for who, what in _HARMLESS
-)
-_HALF_LINE += rb"|(?<=[\n\0])\[(?:[^\s\]]{0,255}|[^\s\]]{1,255}:[0-9]{1,7})\Z"
+_LINE = re.compile(rb"(\S*) ([0-9]{1,9}) (\S{1,255}) ([a-z ]{1,20})")
+_READ_NBYTES = 1 << 16
 
 
 class Mark(NamedTuple):
@@ -70,49 +40,75 @@ class Mark(NamedTuple):
     host: str
 
 
-class Output:
-    """The standard error of a job, without the marks of its ranks.
+class Hearing(Protocol):
+    """What a job hears of its ranks by."""
 
-    And without the boxes in which Open MPI says that a rank has failed, as `ringreduce run` says it. Those of another
-    mpirun, which a rank may have started, pass if it names itself in there. And without its lines that mean nothing.
+    def begin(self, hosts: Iterable[str], variables: dict[str, str]) -> bool:
+        """Prepare for the ranks of a job; return whether all that they say will come.
+
+        Args:
+            hosts: of the job, as mpirun gets them.
+            variables: of the job; gets those by which ranks send messages.
+        """
+
+    def fileno(self) -> int:
+        """Return a descriptor that is ready when messages have come."""
+
+    def read(self) -> list[Mark]:
+        """Return the messages that have come."""
+
+    def last(self) -> list[Mark]:
+        """Return the last messages of a job whose mpirun has ended; waits for those under way, for some seconds."""
+
+
+class RankMessages:
+    """Receives the messages of ranks of this host.
 
     Args:
-        pid: returns the process id of mpirun; None: all boxes and lines pass.
+        folder: of this user alone, by the same path on all hosts, for the FIFO.
+
+    Attributes:
+        folder: the argument.
     """
 
-    def __init__(self, pid: Callable[[], int] | None) -> None:
-        self._pid = pid
-        self._held = b"\n"  # the last byte that has passed, and what may be the beginning of a mark or a box
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fence = ""  # of the launch whose messages count: ranks of a former one may live on
+        path = messages_in(str(folder))
+        os.mkfifo(path, 0o600)
+        # Open for writing as well, so that the FIFO does not end when no rank has it open.
+        self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # an agent on this host then leaves it alone
+        self._rest = b""
 
-    def feed(self, chunk: bytes) -> tuple[bytes, list[Mark]]:
-        """Return the output that passes, and the marks; the beginning of a possible mark or box waits."""
-        return self._pass(
-            chunk,
-            _BOX + rb"(?=[^\0])",
-            _HALF_MARK if self._pid is None else b"|".join((_HALF_MARK, _HALF_BOX, _HALF_LINE)),
-        )
+    def begin(self, hosts: Iterable[str], variables: dict[str, str]) -> bool:
+        """Prepare for the ranks of a job, all of this host; see `Hearing`."""
+        self._fence = variables["RINGREDUCE_FENCE"]
+        variables["RINGREDUCE_MESSAGES"] = str(self.folder)
+        return True
 
-    def idle(self) -> bytes:
-        """Return the lines that wait for a box, since none has followed for long."""
-        return self._pass(b"", _BOX, _HALF_MARK)[0]
+    def fileno(self) -> int:
+        """Return the descriptor of the FIFO, for `select`."""
+        return self._descriptor
 
-    def rest(self) -> bytes:
-        """Return all lines that still wait, since nothing follows."""
-        return self._pass(b"", _BOX, rb"(?!)")[0]
+    def read(self) -> list[Mark]:
+        """Return the messages that have come; other lines, and those of another launch, are dropped."""
+        try:
+            self._rest += os.read(self._descriptor, _READ_NBYTES)
+        except BlockingIOError:
+            return []
+        *lines, self._rest = self._rest.split(b"\n")
+        parsed = [_LINE.fullmatch(line) for line in lines]
+        return [
+            Mark(line[4].decode(), int(line[2]), line[3].decode(errors="replace"))
+            for line in parsed
+            if line is not None and line[1] == self._fence.encode()
+        ]
 
-    def _pass(self, chunk: bytes, boxes: bytes, waiting: bytes) -> tuple[bytes, list[Mark]]:
-        text = self._held + chunk
-        found = _MARK.findall(text)
-        text = _MARK.sub(b"", text)
-        if self._pid is not None:
-            text = re.sub(_LINE, b"", re.sub(boxes, self._kept, text))
-        half = re.search(waiting, text)
-        end = len(text) if half is None else half.start()
-        self._held = text[end - 1 :]
-        marks = [Mark(what.decode(), int(rank), host.decode(errors="replace")) for rank, host, what in found]
-        return text[1:end], marks
+    def last(self) -> list[Mark]:
+        """Return the last messages: ranks of this host have written them before mpirun saw these end."""
+        return self.read()
 
-    def _kept(self, box: re.Match[bytes]) -> bytes:
-        named = _NAMED.search(box[0])
-        is_others = named is not None and self._pid is not None and int(named[1]) != self._pid()
-        return box[0] if is_others else b""
+    def close(self) -> None:
+        """Read no messages any more."""
+        os.close(self._descriptor)

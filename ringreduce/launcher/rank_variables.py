@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 from collections.abc import Iterator
@@ -31,24 +30,3 @@ def with_free_port(start: Start) -> Iterator[Start]:
         # jobs could hold the same port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield replace(start, port=held.getsockname()[1])
-
-
-class Beginnings:
-    """Whether a rank of this host has begun to find the others; see `ringreduce.common.launch.report_begin`."""
-
-    def __init__(self) -> None:
-        self._file = os.memfd_create("ringreduce")
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What ranks need to report it."""
-        return {"RINGREDUCE_BEGUN": f"/proc/{os.getpid()}/fd/{self._file}"}
-
-    @property
-    def are_seen(self) -> bool:
-        """Whether a rank has reported it."""
-        return os.fstat(self._file).st_size > 0
-
-    def close(self) -> None:
-        """Listen no longer."""
-        os.close(self._file)

@@ -65,7 +65,7 @@ class Errand:
         """
         text = Path(str(self.program.__file__)).read_bytes()
         command = [self.python, "-I", "-c", f"import sys; exec(sys.stdin.buffer.read({len(text)}))"]
-        line = command if start is None else _line(self.name, start, host, command)
+        line = command if start is None else command_on(host, command, start)
         return HostProcess(self, host, line, text + json.dumps({**request, "mark": MARK}).encode() + b"\n")
 
 
@@ -102,7 +102,7 @@ def texts(start: Start, names: Sequence[str], files: Sequence[str], limit_s: flo
     asked = []
     for name in names:
         with suppress(ConfigError):
-            line = ["timeout", "--kill-after=1", f"{limit_s:g}", *_line("", start, name, ["cat", *files])]
+            line = ["timeout", "--kill-after=1", f"{limit_s:g}", *command_on(name, ["cat", *files], start)]
             quiet = subprocess.DEVNULL
             asked.append(subprocess.Popen(line, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True))
     outputs = [process.communicate()[0] for process in asked]
@@ -113,16 +113,20 @@ def _agent() -> str:
     return next((os.environ[name] for name in AGENTS["Open MPI"] if name in os.environ), "")
 
 
-def _line(errand: str, start: Start, host: str, command: Sequence[str]) -> list[str]:
-    """Return what runs a command on a host as mpirun starts its daemon there."""
+def command_on(host: str, command: Sequence[str], start: Start) -> list[str]:
+    """Return what runs a command on a host as mpirun starts its daemon there.
+
+    Raises:
+        ConfigError: that is neither ssh, nor srun, nor an agent that the environment names.
+    """
     if start.by_ssh:
         return [*start.mpirun.ssh_to(host, start.spec, os.environ), shlex.join(command)]
     if slurm_job(os.environ):  # also where users name hosts of the allocation
         return [*slurm_step(), f"--nodelist={host}", *command]
     if agent := _agent():
         return [*shlex.split(agent), host, shlex.join(command)]
-    names = AGENTS["Open MPI"]
-    raise ConfigError(f"{errand} reaches hosts by ssh, by srun, or by the agent that {names[0]} names; set that")
+    name = AGENTS["Open MPI"][0]
+    raise ConfigError(f"hosts are reached by ssh, by srun, or by the agent that {name} names; set that")
 
 
 class HostProcess:

@@ -22,9 +22,8 @@ from ringreduce.launcher.failures import LogFiles
 from ringreduce.launcher.hosts import Hosts, is_here
 from ringreduce.launcher.job import Job, Signals, say
 from ringreduce.launcher.losses import LOGIN_S, Losses
-from ringreduce.launcher.marks import Mark
+from ringreduce.launcher.marks import Hearing, Mark
 from ringreduce.launcher.python_line import ProgramSource, PythonLine
-from ringreduce.launcher.rank_variables import Beginnings
 from ringreduce.launcher.schedulers import slurm_job
 from ringreduce.launcher.start import Start
 
@@ -90,6 +89,7 @@ class Restarts:
         start: starts each job.
         listed: returns the present slots by host; None: those of ``start``, or of its script.
         clock: returns seconds.
+        hearing: what hears of the ranks; None: each job itself.
 
     Raises:
         ConfigError: ranks are to stop before the end of an allocation, and that is unknown.
@@ -100,8 +100,10 @@ class Restarts:
         start: Start,
         listed: Callable[[], Mapping[str, int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        hearing: Hearing | None = None,
     ) -> None:
         self._start = start
+        self._hearing = hearing
         self._spec = start.spec
         self._policy = start.policy
         self._clock = clock
@@ -118,7 +120,7 @@ class Restarts:
         self._losses = Losses(start, clock)
         self._launch = 0  # number of the last job, for commits: greater than those of all before, of any launcher
         self._name = secrets.token_hex(4)
-        self._beginnings = Beginnings()
+        self._have_begun = False  # ranks, to look for the others
         self._failed = 0  # jobs, since the last that has made steps
 
     def run(self) -> int:
@@ -134,7 +136,6 @@ class Restarts:
                 return self._run()
         finally:
             self._losses.close()
-            self._beginnings.close()
             if self._steps is not None:
                 self._steps.close()
 
@@ -221,21 +222,22 @@ class Restarts:
             say(f"{missed.name} has come while no job runs, and none is begun")
             return os.EX_TEMPFAIL if missed == signal.SIGUSR1 else 128 + missed, True
         self._launch = max(self._launch + 1, time.time_ns())
-        more = self._beginnings.variables | {"RINGREDUCE_FENCE": f"{self._launch:020}-{self._name}"}
+        more = {"RINGREDUCE_FENCE": f"{self._launch:020}-{self._name}"}
         more |= {"RINGREDUCE_RESTART": str(starts)} if starts else {}
         if self._spec.reset_limit is not None:
             more["RINGREDUCE_RESET_LIMIT"] = str(max(self._spec.reset_limit - self._changes, 0))
+        hears_all = self._hearing is None or self._hearing.begin(self._start.places(hosts), more)
         line, environment = self._start.command(hosts, more)
         self._hosts = self._hosts.started(hosts)
-        self._losses.begin(hosts)
+        self._losses.begin(hosts, hears_all=hears_all)
         ranks = self._ranks = _JobRanks(was_warned=self._ranks.was_warned)
         job = Job(
             line,
             environment,
             lambda mark: self._on_mark(mark, job),
+            messages=self._hearing,
             verbose=self._spec.verbose,
             grace_s=self._spec.grace_s,
-            grows=self._start.grows,
             shielded=self._start.mpirun.kind == "Open MPI",
             stdin=None if self._start.passes_stdin else subprocess.DEVNULL,
         )
@@ -275,7 +277,7 @@ class Restarts:
         line = PythonLine.of(self._spec.program)
         runs = line is not None and line.source is not ProgramSource.NOTHING
         are_here = any(is_here(host, self._start.here) for host in self._start.places(hosts))
-        if count > 1 and runs and are_here and not self._spec.quiet and not self._beginnings.are_seen:
+        if count > 1 and runs and are_here and not self._spec.quiet and not self._have_begun:
             say(
                 "no rank has called ringreduce.init(), or init_process_group() of torch.distributed: unless something "
                 f"else connects them, {count} copies of the program ran each alone (--quiet leaves this line out)"
@@ -283,6 +285,8 @@ class Restarts:
 
     def _hand_on(self, number: signal.Signals, job: Job, ranks: _JobRanks) -> bool:
         """Give a signal to the job; return whether that takes it."""
+        if number == signal.SIGUSR2 and self._start.grows:
+            return True  # by which this process, and nobody else, asks ranks to begin again
         takes = job.take(number)
         if number != signal.SIGUSR1:
             return takes
@@ -320,6 +324,8 @@ class Restarts:
         host = self._hosts.host_of(mark.rank, mark.host) or mark.host
         self._losses.hear(mark, host)
         match mark.what:
+            case "has begun":
+                self._have_begun = True
             case "has come":
                 ranks.places[mark.rank] = host
             case "is connected":

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ringreduce.common.launch import MESSAGES_HERE
 from ringreduce.common.processes import launcher, pid_namespace
 from ringreduce.launcher.agent_server import HOST
 from ringreduce.launcher.call_server import VARIABLE
 from ringreduce.launcher.connection import connected
 
 #: What mpirun, and `ringreduce run`, say to a rank.
-_HANDED = ("PMIX_", "OMPI_", "PRTE_", "OPAL_", "RINGREDUCE_", "HOROVOD_")
+_HANDED = ("PMIX_", "OMPI_", "PRTE_", "OPAL_", "RINGREDUCE_", "HOROVOD_", MESSAGES_HERE)
 _GROWS = "RINGREDUCE_RESTARTABLE"
 #: The number of the system call; glibc has a function for it since 2.30 only.
 _TGKILL = {"x86_64": 234, "ppc64le": 250}.get(os.uname().machine, 131)

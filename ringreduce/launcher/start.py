@@ -54,7 +54,7 @@ AGENTS = {
 }
 #: Variables that belong to a host, a login or a process, and say nothing to another host.
 _OF_THIS_HOST = re.compile(
-    "BASH_FUNC_.*|_|PWD|OLDPWD|SHLVL|HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TMPDIR|DISPLAY|XAUTHORITY|LS_COLORS|"
+    "BASH_FUNC_.*|_|_RINGREDUCE_.*|PWD|OLDPWD|SHLVL|HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TMPDIR|DISPLAY|XAUTHORITY|LS_COLORS|"
     "(SSH|XDG|DBUS|SLURM|PMI|PMIX|PRTE|OMPI|OPAL|HYDRA|MPI|I_MPI|TTY|TMUX|STY)(_.*)?"
 )
 
@@ -235,7 +235,7 @@ class Start:
         script = script_of(spec.program)
         # What another program reads may be its own business, and not a matter of every host.
         reads = os.path.exists(script) and (script.endswith(".py") or is_python)
-        package = "" if spec.prefix else str(Path(__file__).parents[1])  # a prefix would be in front of what is said
+        package = str(Path(__file__).parents[1])
         return [os.uname().nodename, name, folder, os.path.abspath(script) if reads else "", package]
 
     def describe(self, settings: Mapping[str, str]) -> str:

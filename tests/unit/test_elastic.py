@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import ringreduce as rr
 from ringreduce.common.errors import CollectiveError, MismatchError, PeerLostError
 from ringreduce.elastic import HostsUpdatedInterrupt, NumpyState, ObjectState, State, run, run_fn
 from ringreduce.elastic.commits import choose
+from ringreduce.launcher.marks import Mark, RankMessages
 
 
 class Recorded(State):
@@ -179,7 +181,7 @@ def test_a_training_that_cannot_end_the_program_goes_on(
 ) -> None:
     """On another thread, where only that would end, and the program go on as if the training were done."""
     monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
-    monkeypatch.setenv("RINGREDUCE_MARKS", "/proc/self/fd/2")
+    monkeypatch.setenv("RINGREDUCE_SHELL", str(os.getppid()))
 
     class Kept(Recorded):
         _disk: Any = Disk()
@@ -223,11 +225,13 @@ def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch:
 
 
 def test_ranks_end_well_once_another_job_can_begin(
-    world: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    world: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With status 0 and a mark for the launcher."""
+    """With status 0 and a message to the launcher."""
+    messages = RankMessages(tmp_path)
     monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
-    monkeypatch.setenv("RINGREDUCE_MARKS", "/proc/self/fd/2")
+    monkeypatch.setenv("RINGREDUCE_MESSAGES", str(tmp_path))
+    monkeypatch.setenv("RINGREDUCE_SHELL", str(os.getppid()))
 
     class Kept(Recorded):
         _disk: Any = Disk()
@@ -244,7 +248,8 @@ def test_ranks_end_well_once_another_job_can_begin(
         train(Kept())
     assert not ends.value.code
     assert not rr.is_initialized()
-    assert capfd.readouterr().err == f"\x1eringreduce: rank 0 on {os.uname().nodename} begins again\n"
+    assert messages.read() == [Mark("begins again", 0, os.uname().nodename)]
+    messages.close()
 
 
 def test_srun_is_told_from_what_lets_ranks_go_on(

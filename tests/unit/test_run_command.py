@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,43 +20,43 @@ from click.testing import CliRunner
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.launch import renew_rank_variables, report_begin
+from ringreduce.common.launch import messages_in, notify_launcher, renew_rank_variables, report_begin
 from ringreduce.launcher import chains, discovery, job, mpirun, restarts, start
 from ringreduce.launcher.hosts import SizePolicy
 from ringreduce.launcher.job import HEARING, SUPERVISOR
-from ringreduce.launcher.marks import Mark, Output
+from ringreduce.launcher.marks import Mark, RankMessages
 from ringreduce.launcher.mpirun import Mpirun
-from ringreduce.launcher.rank_variables import Beginnings, with_free_port
+from ringreduce.launcher.notices import Output
+from ringreduce.launcher.rank_variables import with_free_port
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import UNNAMED, Start
 
-DIED = b"\x1eringreduce: rank 3 on n1.cluster has died\n"
-LEAVES = b"\x1eringreduce: rank 0 on n2 begins again\n"
+
+@pytest.fixture
+def messages(tmp_path: Path) -> Iterator[RankMessages]:
+    """What receives the messages of ranks of this host, of launch f."""
+    receiver = RankMessages(tmp_path)
+    receiver.begin((), {"RINGREDUCE_FENCE": "f"})
+    yield receiver
+    receiver.close()
 
 
 @pytest.mark.parametrize(
-    ("text", "rest", "marks"),
+    ("lines", "marks"),
     [
-        (DIED, b"", [Mark("has died", 3, "n1.cluster")]),
-        (b"a" + DIED + b"b\n" + LEAVES, b"ab\n", [Mark("has died", 3, "n1.cluster"), Mark("begins again", 0, "n2")]),
-        (LEAVES * 2, b"", [Mark("begins again", 0, "n2")] * 2),
-        (b"no mark \x1e\n\x1eringreduce: is none\n\x1e\x1e", b"no mark \x1e\n\x1eringreduce: is none\n\x1e\x1e", []),
-        (DIED[:-1], DIED[:-1], []),
-        (b"\x1eringreduce: rank 3 on " + b"n" * 400 + b" has died\n", None, []),
-        (b"\xff\x00\r\n", b"\xff\x00\r\n", []),
+        (b"f 3 n1.cluster has died\n", [Mark("has died", 3, "n1.cluster")]),
+        (2 * b"f 0 n2 begins again\n", 2 * [Mark("begins again", 0, "n2")]),
+        (b"e 0 n2 begins again\n 0 n2 begins again\nf 1 n2 lives\n", [Mark("lives", 1, "n2")]),
+        (b"f x n2 lives\nf 3 " + b"n" * 400 + b" lives\n\xff\0\n\nf 1 n2 lives\n", [Mark("lives", 1, "n2")]),
+        (b"f 1 n2 lives", []),
     ],
+    ids=["one", "two", "of other launches", "no messages", "half a message"],
 )
-@pytest.mark.parametrize("piece_nbytes", [1, 2, 7, 1000])
-def test_marks_are_taken_out_and_the_rest_stays(
-    text: bytes, rest: bytes | None, marks: list[Mark], piece_nbytes: int
-) -> None:
-    """In whatever pieces they come; what only looks like one is passed on."""
-    reader, passed, found = Output(None), b"", []
-    for first in range(0, len(text), piece_nbytes):
-        out, new = reader.feed(text[first : first + piece_nbytes])
-        passed, found = passed + out, found + new
-    assert passed + reader.rest() == (text if rest is None else rest)
-    assert found == marks
+def test_messages_of_ranks_are_read(messages: RankMessages, lines: bytes, marks: list[Mark]) -> None:
+    """In the order of their lines; what is none is dropped."""
+    Path(messages_in(str(messages.folder))).write_bytes(lines)
+    assert messages.read() == marks
+    assert messages.read() == []
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,16 @@ def test_marks_are_taken_out_and_the_rest_stays(
         (["sh", "-c", "kill -WINCH $PPID; exit 3"], -9, "has died"),
     ],
 )
-def test_the_shell_of_a_rank_says_how_that_ends(program: list[str], code: int, ends: str) -> None:
+def test_the_shell_of_a_rank_says_how_that_ends(
+    messages: RankMessages, program: list[str], code: int, ends: str
+) -> None:
     """And turns any end but a good one into a signal; 75 is a good one where the ranks have agreed to stop."""
-    environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "5", "PMIX_HOSTNAME": "n1"}
+    variables = {"OMPI_COMM_WORLD_RANK": "5", "PMIX_HOSTNAME": "n1", "RINGREDUCE_FENCE": "f"}
+    environ = {**os.environ, **variables, "RINGREDUCE_MESSAGES": str(messages.folder)}
     done = subprocess.run([*SUPERVISOR, *program], capture_output=True, check=False, env=environ)
     assert done.returncode == code
-    assert Output(None).feed(done.stderr) == (b"", [Mark(ends, 5, "n1")])
+    assert done.stderr == b""
+    assert messages.read() == [Mark(ends, 5, "n1")]
 
 
 @pytest.mark.parametrize(
@@ -160,20 +164,15 @@ def test_a_port_is_free_for_rank_0_alone() -> None:
         assert same.port == 0
 
 
-@pytest.mark.parametrize("begins", [True, False])
-def test_the_launcher_hears_whether_ranks_have_begun(monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
-    """And writes to no other file of that name, as there may be on another host."""
-    heard = Beginnings()
-    with tempfile.TemporaryFile() as file:
-        other = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        monkeypatch.setenv("RINGREDUCE_BEGUN", heard.variables["RINGREDUCE_BEGUN"] if begins else other)
-        report_begin()
-        report_begin()
-        assert heard.are_seen is begins
-        assert os.fstat(file.fileno()).st_size == 0
-    monkeypatch.delenv("RINGREDUCE_BEGUN")
+def test_the_launcher_hears_whether_ranks_have_begun(messages: RankMessages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no shell is over them, as in jobs that end with a rank; without a launcher they say nothing."""
     report_begin()
-    heard.close()
+    monkeypatch.setenv("RINGREDUCE_MESSAGES", str(messages.folder))
+    monkeypatch.setenv("RINGREDUCE_FENCE", "f")
+    monkeypatch.setenv("PMIX_HOSTNAME", "n1")
+    notify_launcher("has a commit")
+    report_begin()
+    assert messages.read() == [Mark("has begun", 0, "n1")]
 
 
 def test_a_world_that_goes_on_renews_the_variables_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,16 +310,18 @@ def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any)
     notices, passed = Output(lambda: 77), b""
     while text:
         count = int(rng.integers(1, most + 1))
-        passed, text = passed + notices.feed(text[:count])[0], text[count:]
-    assert passed + notices.rest() == b"a\n" + own
-    assert notices.feed(b"\n" + boxed(b"prterun has exited due to process rank 0") + b"z") == (b"\nz", [])
+        passed, text = passed + notices.feed(text[:count]), text[count:]
+    assert passed + notices.idle() == b"a\n" + own
+    assert notices.feed(b"\n" + boxed(b"prterun has exited due to process rank 0") + b"z") == b"\nz"
 
 
-def test_an_mpirun_that_does_not_end_is_killed_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpirun_that_does_not_end_is_killed_with_its_ranks(
+    messages: RankMessages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some time after it was asked to end."""
     monkeypatch.setattr(job, "_TO_END_S", 0.1)
-    stays = 'trap "" TERM; printf "\\036ringreduce: rank 0 on n1 is connected\\n" >&2; sleep 1000; true'
-    started = job.Job(["sh", "-c", stays], os.environ, lambda mark: started.end())
+    stays = f'trap "" TERM; echo "f 0 n1 is connected" >"{messages_in(str(messages.folder))}"; sleep 1000; true'
+    started = job.Job(["sh", "-c", stays], os.environ, lambda mark: started.end(), messages=messages)
     assert started.wait() == 128 + signal.SIGKILL
 
 
@@ -364,11 +365,13 @@ AGREES = "agrees to stop"
     ],
     ids=["all", "one with status 0", "one fails", "one is killed", "a death before", "a death that the others survive"],
 )  # fmt: skip
-def test_a_job_has_stopped_if_all_do_that_have_agreed_to(marks: tuple[tuple[int, str], ...], status: int) -> None:
+def test_a_job_has_stopped_if_all_do_that_have_agreed_to(
+    messages: RankMessages, marks: tuple[tuple[int, str], ...], status: int
+) -> None:
     """A rank that fails then is no stop; one that has failed before, and that the others survive, does not count."""
-    said = "".join(f"\\036ringreduce: rank {rank} on a {what}\\n" for rank, what in marks)
-    line = ["sh", "-c", f"printf '{said}' >&2", SUPERVISOR[-1]]
-    assert job.Job(line, os.environ, lambda mark: None).wait() == status
+    lines = "".join(f"f {rank} a {what}\n" for rank, what in marks)
+    line = ["sh", "-c", f"printf %s '{lines}' >'{messages_in(str(messages.folder))}'", SUPERVISOR[-1]]
+    assert job.Job(line, os.environ, lambda mark: None, messages=messages).wait() == status
 
 
 @pytest.mark.parametrize(("said", "status"), [("", 75), ("ringreduce: rank 1 of 2 failed; ending the job", 1)])

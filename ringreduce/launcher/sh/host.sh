@@ -2,8 +2,7 @@
 #
 # Lets a rank find on its host what was found where the job was started, and becomes it. Arguments: the name of that
 # first host; the program, or its path if no other will do; the folder in which that is there, or nothing; the file that
-# the program reads as its script, or nothing; the folder of ringreduce there, or nothing: the launcher reads no marks;
-# what to start, and its arguments.
+# the program reads as its script, or nothing; the folder of ringreduce there; what to start, and its arguments.
 
 first=$1
 program=$2
@@ -30,10 +29,10 @@ done
 command -v "$program" >/dev/null || lacks "$program" "$folder/$program"
 
 # The launcher waits for the first of these, and says the second where Python then finds no ringreduce.
-if [ -n "$package" ]; then
-    printf "\036ringreduce: rank $rank on %s has come\n" "$host" >&2
-    [ -d "$package" ] || printf "\036ringreduce: rank $rank on %s has no package there\n" "$host" >&2
-fi
+messages=${_RINGREDUCE_MESSAGES:-$RINGREDUCE_MESSAGES}/$(readlink /proc/self/ns/net)
+say() { [ ! -p "$messages" ] || echo "$RINGREDUCE_FENCE $rank $host $1" 1<>"$messages"; }
+say "has come"
+[ -d "$package" ] || say "has no package there"
 
 # Ranks are not bound to cores on several hosts, so that the threads of a rank find cores of their own.
 if [ -z "$OMP_NUM_THREADS" ]; then

@@ -20,11 +20,12 @@ trap : USR1
 agreed=
 trap "agreed=1" WINCH
 
-# Where the rank writes its own marks: to this standard error, wherever its own goes to.
-export RINGREDUCE_MARKS="/proc/$$/fd/2"
+export RINGREDUCE_SHELL=$$
 
-# The mark that the launcher looks for in the standard error of mpirun, on a line of its own.
-say() { printf "\036ringreduce: rank $OMPI_COMM_WORLD_RANK on %s $1\n" "${PMIX_HOSTNAME:-$(uname -n)}" >&2; }
+# The launcher, or its agent on this host, reads messages from this FIFO. Opened for reading, too, it does not wait for them.
+messages=${_RINGREDUCE_MESSAGES:-$RINGREDUCE_MESSAGES}/$(readlink /proc/self/ns/net)
+who="$RINGREDUCE_FENCE $OMPI_COMM_WORLD_RANK ${PMIX_HOSTNAME:-$(uname -n)}"
+say() { [ ! -p "$messages" ] || echo "$who $1" 1<>"$messages"; }
 
 # One rank of each host says every few seconds that the host lives. What sleeps meanwhile holds no file of the rank's, for
 # whose end mpirun would wait, and it all ends soon after this shell, however that ends.
