@@ -68,9 +68,10 @@ class Observer:
         self._rank = rank
         self._job = clock.job[:8]
         self._config = config
-        self._collection = Collection()
+        self._collection = Collection(self.recorder)
         of_job = [Stalls(self._collection), Page(self._collection), Collector(self._collection)]
-        self._watchers = [DiskKeys(), self.traces, *more, Status(), self._collection, *of_job]
+        self._watchers = [DiskKeys(), self.traces, *more, Status(self.recorder), self._collection, *of_job]
+        self._begun: list[WorldWatcher] = []
         self._ticking: list[WorldWatcher] = []
         self._began_s = time.perf_counter()
         self._ends = threading.Event()
@@ -111,9 +112,14 @@ class Observer:
         )
         try:
             for each in self._watchers:
+                self._begun.append(each)
                 if each.begin(world):
                     self._let_tick(each)
+        except ConfigError as error:
+            self.end(str(error))
+            raise
         except StepFailedError as error:
+            self.end(str(error))
             raise ConfigError(str(error)) from None
 
     def watch(self, observed: Observed) -> None:
@@ -128,7 +134,7 @@ class Observer:
 
     def forked(self) -> None:
         """Observe nothing in a process that this rank has forked; what it serves stays the rank's."""
-        for each in self._watchers:
+        for each in self._begun:
             each.forked()
 
     def end(self, error: str | None = None) -> None:
@@ -136,8 +142,8 @@ class Observer:
         self._ends.set()
         if self._ticker is not None:
             self._ticker.join(_PATIENCE_S)
-        for each in reversed(self._watchers):
-            each.end(error)
+        while self._begun:
+            self._begun.pop().end(error)
 
     def _last_values(self, fails: bool) -> dict[int, dict[str, float]]:
         values = last_values(self._collection.latest())

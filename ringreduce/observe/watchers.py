@@ -215,16 +215,18 @@ class Traces(WorldWatcher):
 class Status(WorldWatcher):
     """Writes the snapshots of this rank for `ringreduce top`, unless the settings turn that off."""
 
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+
     def begin(self, world: Beginning) -> bool:
         config = world.config
-        self._recorder = world.recorder
         if not config.status:
             if config.watchdog_s is not None or config.otlp:
                 name = "OTLP" if config.otlp else "WATCHDOG"
                 raise ConfigError(f"RINGREDUCE_{name} reads what ranks say of themselves; unset RINGREDUCE_STATUS=0")
             return False
         try:
-            world.recorder.begin_status(world.job, world.metrics)
+            self._recorder.begin_status(world.job, world.metrics)
         except (ConfigError, OSError) as error:
             _log.info("`ringreduce top` does not see this rank: %s", error)
             if isinstance(error, ForeignFileError):
@@ -246,14 +248,14 @@ class Collection(WorldWatcher):
         gathering: has them; None: nobody does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: FlightRecorder) -> None:
         self.gathering: Gathering | None = None
+        self._recorder = recorder
         self._ticks = False
 
     def begin(self, world: Beginning) -> bool:
         config = world.config
         messages = world.messages
-        self._recorder = world.recorder
         is_shown = config.status_address is not None or config.otlp
         is_reported = world.nodes > 1 and bool(config.verdict or config.report)
         if config.watchdog_s is None and not is_shown and not is_reported:
@@ -269,8 +271,10 @@ class Collection(WorldWatcher):
     def tick(self) -> None:
         if self.gathering is not None and self._recorder.told is not None:
             self._ticks = True
-            self.gathering.tell(self._recorder.told)
-            self._ticks = False
+            try:
+                self.gathering.tell(self._recorder.told)
+            finally:
+                self._ticks = False
 
     def end(self, error: str | None) -> None:
         if self.gathering is not None and not self._ticks:  # else a thread that hangs has the messages

@@ -18,11 +18,11 @@ from recorded_ranks import snapshot
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.instruments import mean_values
 from ringreduce.observe.job.gathering import Gathering
-from ringreduce.observe.job.host_uses import NetworkRates, usage
+from ringreduce.observe.job.host_uses import usage
 from ringreduce.observe.job.job_view import JobView, last_values, rows
 from ringreduce.observe.out.job_page import job_page
 from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
-from ringreduce.observe.seen.resources import DiskCounters
+from ringreduce.observe.seen.resources import DiskCounters, InterfaceCounters
 from ringreduce.observe.seen.snapshots import RateSample, ReportedValue, SlowRank, Snapshot
 from ringreduce.transport.memory import MemoryWorld
 
@@ -156,7 +156,8 @@ def test_how_much_of_a_host_is_used():
     assert {name: host.ranks for name, host in found.items()} == {"node0": [*range(8)], "node1": [*range(8, 12)]}
     host = found["node1"]
     assert (host.processor, host.steal, host.retransmitted) == pytest.approx((0.7, 0.1, 0.01))
-    assert host.interfaces == {"eth0": NetworkRates(1e9, 5e8, pytest.approx(0.8))}, "the other one is idle"
+    assert host.interfaces == {"eth0": InterfaceCounters(10**10, 1e9, 5e8)}, "the other one is idle"
+    assert host.interfaces["eth0"].share == pytest.approx(0.8)
     assert host.disks == {"sda": DiskCounters(1e6, 0, pytest.approx(0.2))}
     (begun,) = usage([snapshot(0, 1, 10.0)], [snapshot(0, 1, 0.0)]).values()  # from counters that are 0
     assert (begun.processor, begun.steal, begun.retransmitted) == pytest.approx((0.7, 0.1, 0.01))

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ringreduce.observe.job.verdicts import HostUse
-from ringreduce.observe.seen.resources import Counters, DiskCounters
+from ringreduce.observe.seen.resources import Counters, DiskCounters, InterfaceCounters
 from ringreduce.observe.seen.snapshots import Snapshot, UsedResources
 
+T = TypeVar("T", InterfaceCounters, DiskCounters)
+
 _SEGMENTS = 1000  # fewer say nothing
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkRates:
-    """Bytes that an interface receives and sends a second, and the share of its speed; None: that is not known."""
-
-    rx_nbytes: float
-    tx_nbytes: float
-    share: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +23,7 @@ class HostUsage:
         processor, steal: shares of all cores, 0 to 1.
         retransmitted: share of segments of TCP.
         memory_nbytes, memory_limit_nbytes: at the second look.
-        interfaces, disks: those that were used, by name; of disks the counters a second.
+        interfaces, disks: those that were used, by name, with their counters a second.
         ranks: of the job, that are there.
     """
 
@@ -38,7 +32,7 @@ class HostUsage:
     retransmitted: float | None
     memory_nbytes: int | None
     memory_limit_nbytes: int | None
-    interfaces: Mapping[str, NetworkRates]
+    interfaces: Mapping[str, InterfaceCounters]
     disks: Mapping[str, DiskCounters]
     ranks: list[int] = field(default_factory=list)
 
@@ -58,8 +52,8 @@ class HostUsage:
             ),
             memory_nbytes=now.memory_nbytes,
             memory_limit_nbytes=now.memory_limit_nbytes,
-            interfaces=_network(then, now, seconds) if seconds > 0 else {},
-            disks=_disks(then, now, seconds) if seconds > 0 else {},
+            interfaces=_rates(then.interfaces, now.interfaces, seconds),
+            disks=_rates(then.disks, now.disks, seconds),
         )
 
 
@@ -72,29 +66,14 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _network(then: Counters, now: Counters, seconds: float) -> dict[str, NetworkRates]:
-    """Return the rates of the interfaces that were used."""
+def _rates(then: Mapping[str, T], now: Mapping[str, T], seconds: float) -> dict[str, T]:
+    """Return the counters, a second, of the devices that were used."""
     rates = {}
-    for name, new in now.interfaces.items():
-        old = then.interfaces.get(name, new)
-        received = (new.rx_nbytes - old.rx_nbytes) / seconds
-        sent = (new.tx_nbytes - old.tx_nbytes) / seconds
-        if received or sent:
-            share = 8 * max(received, sent) / new.speed_bits if new.speed_bits else None
-            rates[name] = NetworkRates(received, sent, share)
-    return rates
-
-
-def _disks(then: Counters, now: Counters, seconds: float) -> dict[str, DiskCounters]:
-    """Return the rates of the disks that were used."""
-    rates = {}
-    for name, new in now.disks.items():
-        old = then.disks.get(name, new)
-        if new != old:
-            rates[name] = DiskCounters(
-                (new.read_nbytes - old.read_nbytes) / seconds,
-                (new.written_nbytes - old.written_nbytes) / seconds,
-                (new.busy_s - old.busy_s) / seconds,
+    for name, new in now.items():
+        old = then.get(name, new)
+        if new != old and seconds > 0:
+            rates[name] = replace(
+                new, **{key: (getattr(new, key) - getattr(old, key)) / seconds for key in new.GROWING}
             )
     return rates
 

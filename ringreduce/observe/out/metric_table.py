@@ -6,58 +6,50 @@ A name ends with its unit; one that ends with ``_total`` is that of a counter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
 from ringreduce.common.instruments import mean_values
-from ringreduce.observe.job.job_view import JobView, RankRow, last_values, rows
+from ringreduce.observe.job.job_view import JobView, last_values, rows
 from ringreduce.observe.seen.metrics import Family, openmetrics
-from ringreduce.observe.seen.resources import Counters, DiskCounters, InterfaceCounters
 from ringreduce.observe.seen.snapshots import Snapshot
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class Quantity(Generic[T]):
+class Quantity(NamedTuple):
     """A metric.
 
     Attributes:
-        name: after ``ringreduce_``.
+        name: after ``ringreduce_``; behind a blank a label, if there are several values.
+        attributes: of what has it; with a label, by its values.
         meaning: in a sentence.
-        of: returns the value, or several by the value of ``label``; None: not known.
-        label: which tells several values apart.
     """
 
     name: str
+    attributes: str | Mapping[str, str]
     meaning: str
-    of: Callable[[T], float | Mapping[str, float | None] | None]
-    label: str = ""
 
-    def family(self, sources: Iterable[tuple[Mapping[str, str], T]]) -> Family:
-        """Return what there is of it. One that cannot be made is empty, and the others come.
+    def family(self, sources: Iterable[tuple[Mapping[str, str], object]]) -> Family:
+        """Return what is known of it. One that cannot be made is empty, and the others come.
 
         Args:
-            sources: labels, and of what they are.
+            sources: labels, and what has the attributes.
         """
+        name, _, label = self.name.partition(" ")
+        pairs = {"": self.attributes} if isinstance(self.attributes, str) else self.attributes
         samples: list[tuple[Mapping[str, str], float]] = []
         try:
-            for labels, source in sources:
-                values = self.of(source)
-                by_label = values if isinstance(values, Mapping) else {"": values}
-                for label, value in by_label.items():
-                    if value is not None:
-                        samples.append(({**labels, self.label: label} if self.label else labels, +value))
+            samples = [
+                ({**labels, label: value} if label else labels, +number)
+                for labels, source in sources
+                for value, attribute in pairs.items()
+                if (number := getattr(source, attribute)) is not None
+            ]
         except (TypeError, ValueError, AttributeError) as error:
-            samples = []
-            _complain(self.name, f"{type(error).__name__}: {error}")
-        kind = "counter" if self.name.endswith("_total") else "gauge"
-        return self.name.removesuffix("_total"), kind, self.meaning, samples
+            _complain(name, f"{type(error).__name__}: {error}")
+        return name.removesuffix("_total"), "counter" if name.endswith("_total") else "gauge", self.meaning, samples
 
 
 @cache
@@ -66,91 +58,61 @@ def _complain(name: str, why: str) -> None:
     _log.error("the metric %s is left out: %s", name, why)
 
 
-def _shown(name: str, meaning: str) -> Quantity[RankRow]:
-    return Quantity(name, meaning, attrgetter(name.removesuffix("_total")))
-
-
-#: As a row of `top` and of the page has them.
+#: Of a `RankRow`, which `top` and the page of a job show.
 OF_ROWS = (
-    _shown("steps_total", "Training steps."),
-    _shown("samples_total", "Samples that were read."),
-    _shown("steps_per_second", "Training steps in the last ten seconds."),
-    _shown("samples_per_second", "Samples in the last ten seconds."),
-    _shown("communication_ratio", "Share of time spent in communication."),
-    _shown("waiting_ratio", "Share of time spent waiting for the last rank, where that is known."),
-    _shown("resident_memory_bytes", "Resident memory."),
-    _shown("running_seconds", "Since the rank began."),
-    _shown("silence_seconds", "Since the rank has told of itself."),
-    _shown("last_step_seconds", "Since the last training step."),
+    Quantity("steps_total", "steps", "Training steps."),
+    Quantity("samples_total", "samples", "Samples that were read."),
+    Quantity("steps_per_second", "steps_per_second", "Training steps in the last ten seconds."),
+    Quantity("samples_per_second", "samples_per_second", "Samples in the last ten seconds."),
+    Quantity("communication_ratio", "communication_ratio", "Share of time spent in communication."),
+    Quantity("waiting_ratio", "waiting_ratio", "Share of time spent waiting for the last rank, where that is known."),
+    Quantity("resident_memory_bytes", "resident_memory_bytes", "Resident memory."),
+    Quantity("running_seconds", "running_seconds", "Since the rank began."),
+    Quantity("silence_seconds", "silence_seconds", "Since the rank has told of itself."),
+    Quantity("last_step_seconds", "last_step_seconds", "Since the last training step."),
 )
-
-OF_RANKS: tuple[Quantity[Snapshot], ...] = (
-    Quantity(
-        "processor_seconds_total",
-        "Processor time.",
-        lambda it: {"user": it.resources.user_s, "system": it.resources.system_s},
-        "mode",
-    ),
-    Quantity(
-        "page_faults_total",
-        "Page faults.",
-        lambda it: {"minor": it.resources.minor_faults, "major": it.resources.major_faults},
-        "kind",
-    ),
-    Quantity(
-        "garbage_collection_seconds_total",
-        "Pauses for Python's garbage collector.",
-        lambda it: it.resources.gc_pause_s,
-    ),
-    Quantity("switched_away_total", "How often the rank had to leave a core.", lambda it: it.resources.switched_away),
-    Quantity(
-        "delayed_seconds_total", "How long its threads have waited for a core.", lambda it: it.resources.delayed_s
-    ),
-    Quantity(
-        "spent_seconds_total",
-        "Where the time of training steps went.",
-        lambda it: {} if it.spent is None else {name.removesuffix("_s"): s for name, s in it.spent._asdict().items()},
-        "on",
-    ),
+#: Of the `Counters` of a rank.
+OF_RANKS = (
+    Quantity("processor_seconds_total mode", {"user": "user_s", "system": "system_s"}, "Processor time."),
+    Quantity("page_faults_total kind", {"minor": "minor_faults", "major": "major_faults"}, "Page faults."),
+    Quantity("garbage_collection_seconds_total", "gc_pause_s", "Pauses for Python's garbage collector."),
+    Quantity("switched_away_total", "switched_away", "How often the rank had to leave a core."),
+    Quantity("delayed_seconds_total", "delayed_s", "How long its threads have waited for a core."),
 )
-
-OF_HOSTS: tuple[Quantity[Counters], ...] = (
+#: Of `SpentOnSteps`.
+OF_STEPS = Quantity(
+    "spent_seconds_total on",
+    {"steps": "steps_s", "input": "input_s", "communication": "communication_s", "waiting": "waiting_s"},
+    "Where the time of training steps went.",
+)
+#: Of the `Counters` of the first rank of a host.
+OF_HOSTS = (
     Quantity(
-        "host_processor_seconds_total",
+        "host_processor_seconds_total mode",
+        {mode: f"host_{mode}_s" for mode in ("user", "system", "idle", "iowait", "steal")},
         "Time of all cores.",
-        lambda it: {mode: getattr(it, f"host_{mode}_s") for mode in ("user", "system", "idle", "iowait", "steal")},
-        "mode",
     ),
-    Quantity("throttled_seconds_total", "How long the quota of processor time was used up.", lambda it: it.throttled_s),
-    Quantity("memory_used_bytes", "Memory in use, without caches.", lambda it: it.memory_nbytes),
-    Quantity("memory_limit_bytes", "Memory that there is.", lambda it: it.memory_limit_nbytes),
-    Quantity("swapped_pages_total", "Pages that were written to swap, or read.", lambda it: it.swapped_pages),
+    Quantity("throttled_seconds_total", "throttled_s", "How long the quota of processor time was used up."),
+    Quantity("memory_used_bytes", "memory_nbytes", "Memory in use, without caches."),
+    Quantity("memory_limit_bytes", "memory_limit_nbytes", "Memory that there is."),
+    Quantity("swapped_pages_total", "swapped_pages", "Pages that were written to swap, or read."),
     Quantity(
-        "tcp_segments_total",
+        "tcp_segments_total kind",
+        {"sent": "sent_segments", "retransmitted": "retransmitted_segments"},
         "Segments of TCP.",
-        lambda it: {"sent": it.sent_segments, "retransmitted": it.retransmitted_segments},
-        "kind",
     ),
 )
-
-OF_INTERFACES: tuple[Quantity[InterfaceCounters], ...] = (
+OF_INTERFACES = (
     Quantity(
-        "network_bytes_total",
+        "network_bytes_total direction",
+        {"receive": "rx_nbytes", "transmit": "tx_nbytes"},
         "Bytes by network interface.",
-        lambda it: {"receive": it.rx_nbytes, "transmit": it.tx_nbytes},
-        "direction",
     ),
-    Quantity("network_speed_bits", "Bits that an interface carries a second.", lambda it: it.speed_bits),
+    Quantity("network_speed_bits", "speed_bits", "Bits that an interface carries a second."),
 )
-
-OF_DISKS: tuple[Quantity[DiskCounters], ...] = (
-    Quantity(
-        "disk_bytes_total",
-        "Bytes by disk.",
-        lambda it: {"read": it.read_nbytes, "write": it.written_nbytes},
-        "direction",
-    ),
-    Quantity("disk_busy_seconds_total", "How long a disk was busy.", lambda it: it.busy_s),
+OF_DISKS = (
+    Quantity("disk_bytes_total direction", {"read": "read_nbytes", "write": "written_nbytes"}, "Bytes by disk."),
+    Quantity("disk_busy_seconds_total", "busy_s", "How long a disk was busy."),
 )
 
 
@@ -161,18 +123,17 @@ def prometheus_text(families: Iterable[Family]) -> str:
 
 def families_of(snapshots: Sequence[Snapshot]) -> list[Family]:
     """Return snapshots of ranks of any jobs as metrics; some families may be empty."""
-    of_rows = [({"job": each.job, "rank": str(each.rank)}, each) for each in rows(snapshots)]
     of_ranks = [({"job": each.job, "rank": str(each.rank)}, each) for each in snapshots]
-    # The first rank of a host speaks for it.
+    of_rows = [({"job": each.job, "rank": str(each.rank)}, each) for each in rows(snapshots)]
     firsts = {(each.job, each.host): each.resources for each in reversed(snapshots)}
     of_hosts = [({"job": job, "host": host}, each) for (job, host), each in firsts.items()]
     interfaces = [({**host, "device": name}, one) for host, each in of_hosts for name, one in each.interfaces.items()]
     disks = [({**host, "device": name}, one) for host, each in of_hosts for name, one in each.disks.items()]
-    info = [({**labels, "host": each.host}, 1.0) for labels, each in of_ranks]
     return [
         *(each.family(of_rows) for each in OF_ROWS),
-        ("rank_info", "gauge", "On which host a rank is.", info),
-        *(each.family(of_ranks) for each in OF_RANKS),
+        ("rank_info", "gauge", "On which host a rank is.", [({**mine, "host": it.host}, 1.0) for mine, it in of_ranks]),
+        *(each.family([(mine, it.resources) for mine, it in of_ranks]) for each in OF_RANKS),
+        OF_STEPS.family([(mine, it.spent) for mine, it in of_ranks if it.spent is not None]),
         *(each.family(of_hosts) for each in OF_HOSTS),
         *(each.family(interfaces) for each in OF_INTERFACES),
         *(each.family(disks) for each in OF_DISKS),

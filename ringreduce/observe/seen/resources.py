@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import ClassVar
 
 _SECTOR_NBYTES = 512  # in /proc/diskstats, whatever the device has
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -19,14 +20,23 @@ _HOST_TIMES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "st
 class InterfaceCounters:
     """What an interface of the network has received and sent, and what it carries a second; None: unknown."""
 
+    GROWING: ClassVar = ("rx_nbytes", "tx_nbytes")
+
     speed_bits: int | None
-    rx_nbytes: int
-    tx_nbytes: int
+    rx_nbytes: float
+    tx_nbytes: float
+
+    @property
+    def share(self) -> float | None:
+        """Where these are rates: the share of the speed."""
+        return 8 * max(self.rx_nbytes, self.tx_nbytes) / self.speed_bits if self.speed_bits else None
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCounters:
     """What was read from a disk and written to it, and for how long it was busy."""
+
+    GROWING: ClassVar = ("read_nbytes", "written_nbytes", "busy_s")
 
     read_nbytes: float
     written_nbytes: float

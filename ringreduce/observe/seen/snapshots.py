@@ -7,7 +7,7 @@ version; `VERSION` is raised with any change of an attribute.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from types import UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -219,7 +219,8 @@ def _attributes(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _readers(kind: type) -> dict[str, Callable[[Any], Any] | None]:
-    return {name: _reader(of) for name, of in get_type_hints(kind).items()}
+    hints = get_type_hints(kind)
+    return {each.name: _reader(hints[each.name]) for each in fields(kind)}
 
 
 def _reader(kind: Any) -> Callable[[Any], Any] | None:
