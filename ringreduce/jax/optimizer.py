@@ -37,7 +37,8 @@ from ringreduce.training.compression import (
     wire_format,
 )
 from ringreduce.training.gradients.checks import OF_UPDATE
-from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments, Options, averaging
+from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments, checked, named_options
+from ringreduce.training.options.options import averaging
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack
@@ -115,7 +116,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
         how: dict[str, Any] = {"op": op, "predivide_factor": options["gradient_predivide_factor"]}
         if staleness:
             how |= {"compression": wanted, "staleness": staleness}
-            Options(**how).checked(config(), [])
+            checked(named_options(**how), config(), [])
     trees = HostTrees("DistributedGradientTransformation", process_set, **how)
     # One that is made in each trace is the same each time: a rank may trace more often than others.
     number = 0 if is_tracing() else next(numbers)

@@ -18,6 +18,7 @@ from ringreduce.training.binding.identity import Identity, ScopedName, identity_
 from ringreduce.training.optimizers.applying import ListReduction
 from ringreduce.training.optimizers.optimizer import ListTraining
 from ringreduce.training.options.options import Options
+from ringreduce.training.strategies.late import staleness_of
 
 _KIND = "DistributedOptimizer"
 _OBJECTS = "encode strings as numbers, or use broadcast_object or allgather_object"
@@ -33,8 +34,8 @@ _ADVICE = Advice(
 
 
 def _how(options: Options) -> dict[str, Any]:
-    names = "op", "compression", "predivide_factor", "staleness"
-    return {name: getattr(options, name) for name in names}
+    names = "op", "compression", "predivide_factor"
+    return {**{name: getattr(options, name) for name in names}, "staleness": staleness_of(options)}
 
 
 def named_as(variable: Any, number: int) -> str:
@@ -88,7 +89,7 @@ if keras.backend.backend() == "jax":
         """Reduces gradients in the compiled program; late or weighted ones on the host."""
 
         def __init__(self, options: Options, process_set: ProcessSet) -> None:
-            super().__init__(options.staleness)
+            super().__init__(staleness_of(options))
             self._options = options
             self._process_set = process_set
             self._plain = False
@@ -180,7 +181,7 @@ elif keras.backend.backend() == "torch":
         """Reduces gradients of steps that are not compiled."""
 
         def __init__(self, options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> None:
-            super().__init__(options.staleness)
+            super().__init__(staleness_of(options))
             self._process_set = process_set
             self._how = _how(options)
             bind = partial(TorchParameters, sparse_as_dense=sparse_as_dense, advice=_ADVICE)
@@ -228,7 +229,7 @@ elif keras.backend.backend() == "tensorflow":
             sparse_as_dense=sparse_as_dense,
             predivide=options.predivide_factor,
             process_set=process_set,
-            staleness=options.staleness,
+            staleness=staleness_of(options),
         )
         made.advice = _ADVICE
         return made

@@ -7,14 +7,9 @@ from typing import Any
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import rank
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.options.refusals import (
-    ACCUMULATION,
-    LOCAL,
-    LOSS_SCALES,
-    SAMPLES,
-    STALENESS,
-    require_together,
-)
+from ringreduce.training.optimizers.refusals import require_together
+from ringreduce.training.options.features import ACCUMULATION, LOCAL, LOSS_SCALES, SAMPLES
+from ringreduce.training.strategies.late import STALENESS
 
 
 def require_whole_steps(model: Any, process_set: ProcessSet) -> None:
@@ -32,7 +27,7 @@ def require_whole_steps(model: Any, process_set: ProcessSet) -> None:
         LOCAL: True,
         LOSS_SCALES: hasattr(optimizer, "inner_optimizer"),
         ACCUMULATION: optimizer.gradient_accumulation_steps,
-        STALENESS: distribution is not None and distribution.reduction.staleness,
+        STALENESS.feature: distribution is not None and distribution.reduction.staleness,
         SAMPLES: distribution is not None and distribution.reduction.samples is not None,
     }
     require_together([name for name, is_used in used.items() if is_used])

@@ -16,7 +16,7 @@ from ringreduce.runtime.process_sets import require_process_set
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.applying import Distribution, distribute, variables_of
 from ringreduce.training.optimizers.keras_copies import distribute_again, keep_copies_distributed, saved_options
-from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments, Options
+from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments, checked, options_of
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack
@@ -82,7 +82,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         )
     process_set = options["process_set"]
     require_process_set(process_set).included()  # raises unless it is registered
-    chosen = Options.of(options, compression=wire_format_of(options["compression"]), groups=None).checked(config(), [])
+    given = options_of(options, compression=wire_format_of(options["compression"]), groups=None)
+    chosen = checked(given, config(), [])
     if chosen.adasum:
         raise ConfigError("optimizers of Keras average or sum gradients (op Average or Sum), not op Adasum")
     reduction = reduction_of(chosen, options["sparse_as_dense"], process_set)

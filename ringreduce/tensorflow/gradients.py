@@ -46,8 +46,10 @@ from ringreduce.training.gradients.checks import CheckedModel
 from ringreduce.training.gradients.weights import Weights
 from ringreduce.training.optimizers.applying import Distribution, ListReduction, variables_of, with_methods
 from ringreduce.training.optimizers.optimizer import ListTraining
-from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments, Options, averaging
-from ringreduce.training.options.refusals import ADASUM, SAMPLES, SHARES, refusal
+from ringreduce.training.optimizers.refusals import refusal
+from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments, checked, named_options
+from ringreduce.training.options.features import ADASUM, SAMPLES, SHARES
+from ringreduce.training.options.options import averaging
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack
@@ -102,8 +104,8 @@ class GradientReduction(ListReduction):
             if staleness:
                 rounds = compression is Compression.none or hasattr(compression, "wire")  # at most
                 custom = None if rounds else compression
-                options = Options(op=op, compression=custom, predivide_factor=predivide, staleness=staleness)
-                options.checked(config(), [])
+                options = named_options(op=op, compression=custom, predivide_factor=predivide, staleness=staleness)
+                checked(options, config(), [])
         super().__init__(staleness)
         self._kind = kind
         self._op = chosen

@@ -18,15 +18,10 @@ from ringreduce.tensorflow.mpi_ops import grouped_allreduce
 from ringreduce.training.calls.requests import Adasum
 from ringreduce.training.optimizers.applying import Distribution, distribute, with_methods
 from ringreduce.training.optimizers.keras_copies import keep_copies_distributed
-from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments
-from ringreduce.training.options.refusals import (
-    ACCUMULATION,
-    ADASUM,
-    FIRST_TENSORFLOW,
-    KERAS,
-    STALENESS,
-    require_together,
-)
+from ringreduce.training.optimizers.refusals import require_together
+from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments
+from ringreduce.training.options.features import ACCUMULATION, ADASUM, FIRST_TENSORFLOW, KERAS
+from ringreduce.training.strategies.late import STALENESS
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack
@@ -68,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
         raise ConfigError(f"this is no optimizer of Keras or of TensorFlow 1, but a {type(optimizer).__name__}")
     used = {
         ADASUM: op == Adasum,
-        STALENESS: whole_number("staleness", options["staleness"], 0),
+        STALENESS.feature: STALENESS.check(options["staleness"]),
         ACCUMULATION: passes > 1 or (op == Adasum and averages_passes),
         FIRST_TENSORFLOW: is_first,
         KERAS: not is_first,

@@ -17,7 +17,7 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Hooks, Watcher
 from ringreduce.training.binding.host import HOST, ArraySpec, HostMemory
 from ringreduce.training.optimizers.optimizer import Training
-from ringreduce.training.options.options import Options
+from ringreduce.training.optimizers.user_options import checked, named_options
 
 _Floats = npt.NDArray[Any]
 RATE = 0.25
@@ -72,8 +72,8 @@ class Toy:
         self.training = Training("Toy", process_set, arrays=HOST, bind=lambda _: _ToyGradients())
         with self.training.checking("Toy"):
             parameters = [weight for _, weight in self.named]
-            checked = Options(**options).checked(self.training.communicator.config, parameters)
-        self.training.begin("steepest descent", partial(list, self.named), checked, None)
+            chosen = checked(named_options(**options), self.training.communicator.config, parameters)
+        self.training.begin("steepest descent", partial(list, self.named), chosen, None)
 
     def weights(self) -> list[_Floats]:
         return [weight.value for _, weight in self.named]

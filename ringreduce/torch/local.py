@@ -27,9 +27,10 @@ from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.training.binding.framework import Named
 from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.optimizers.local import Average, LocalTraining
+from ringreduce.training.optimizers.refusals import refusal
+from ringreduce.training.options.features import LOCAL, SCALER
 from ringreduce.training.options.local_options import LOCAL_OPTIONS, LocalArguments, LocalOptions, averaging
 from ringreduce.training.options.options import checked_names
-from ringreduce.training.options.refusals import LOCAL, SCALER, refusal
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack

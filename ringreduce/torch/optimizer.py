@@ -28,8 +28,9 @@ from ringreduce.torch.tensors.gradients import TorchParameters
 from ringreduce.torch.tensors.streams import TorchStreams
 from ringreduce.training.calls.requests import Adasum
 from ringreduce.training.optimizers.optimizer import Training
-from ringreduce.training.options.options import GRADIENT_OPTIONS, GradientArguments, Options, checked_names
-from ringreduce.training.options.refusals import CLOSURE, SCALER, SKIPPING
+from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments, checked, options_of
+from ringreduce.training.options.features import CLOSURE, SCALER, SKIPPING
+from ringreduce.training.options.options import Options, checked_names
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack
@@ -39,7 +40,7 @@ _KIND = "DistributedOptimizer"
 
 @GRADIENT_OPTIONS.taken(
     "compression backward_passes_per_step op gradient_predivide_factor num_groups groups sparse_as_dense process_set",
-    "bucket_nbytes skip_unused overlap reduce_in shard staleness split_updates",
+    "bucket_nbytes skip_unused overlap reduce_in shard split_updates *",
     compression=Compression.none,
 )
 class DistributedOptimizer(wrapper.Wrapper):
@@ -130,12 +131,13 @@ class DistributedOptimizer(wrapper.Wrapper):
                 )
             wrapping.require_optimizer(optimizer)
             compression = options["compression"]
-            chosen = Options.of(
+            given = options_of(
                 options,
                 compression=None if compression is Compression.none else compression,
                 skip_unused=True if sparse_only else options["skip_unused"],
                 elementwise=is_elementwise(optimizer),
-            ).checked(training.communicator.config, self._parameters())
+            )
+            chosen = checked(given, training.communicator.config, self._parameters())
             if isinstance(named_parameters, torch.nn.Module):
                 named_parameters = named_parameters.named_parameters()
             names = checked_names(self._parameters(), named_parameters)
@@ -203,7 +205,7 @@ class DistributedOptimizer(wrapper.Wrapper):
                 step = self._stepper.step if closure is None else partial(self._stepper.step, closure)
                 return wrapping.step_and_combine(self._parameters(), self._training, step)
             if closure is not None:
-                self._training.options.require_on_time(CLOSURE)
+                self._training.options.require_allowed(CLOSURE)
                 result = self._stepper.step(partial(self._evaluate, closure, samples), reduced=not self._skipping)
                 self._reduced.taken()
                 return result
@@ -287,7 +289,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         """
         if self._adasum:
             raise ConfigError("with Adasum there is no synchronize() to skip: the step itself is what is reduced")
-        self._training.options.require_on_time(SKIPPING)
+        self._training.options.require_allowed(SKIPPING)
         self._skipping = True
         try:
             yield
@@ -423,7 +425,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         if scaler is None:
             return
         self.rejoin()
-        self._training.options.require_on_time(SCALER)
+        self._training.options.require_allowed(SCALER)
         self._settings.scaler = scaler
         if self._adasum:
             wrapping.share_overflows(self._parameters(), self._training)

@@ -12,7 +12,7 @@ import torch
 
 from ringreduce.torch.own_methods import Arrivals
 from ringreduce.torch.private import has_looked, scaler_state
-from ringreduce.training.options.refusals import SCALER, SKIPPING
+from ringreduce.training.options.features import SCALER, SKIPPING
 
 
 class ReductionState(Enum):

@@ -20,7 +20,8 @@ from ringreduce.training.calls.parameters import hyperparameters, in_words
 from ringreduce.training.data.shares import is_by_speed
 from ringreduce.training.gradients.checks import OF_SCALER
 from ringreduce.training.optimizers.optimizer import Training
-from ringreduce.training.options.refusals import ADASUM, SHARES, refusal
+from ringreduce.training.optimizers.refusals import refusal
+from ringreduce.training.options.features import ADASUM, SHARES
 from ringreduce.training.strategies.strategy import PendingAverages
 
 #: The ids of wrapped optimizers that make a step for their wrapper.

@@ -13,7 +13,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.common.instruments import Pace
-from ringreduce.training.options import refusals as table
+from ringreduce.training.optimizers import refusals
+from ringreduce.training.options import features as table
+from ringreduce.training.strategies.late import STALENESS
 
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
@@ -52,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     table.SHARD: {"shard": "node"},
     table.SKIP_UNUSED: {"skip_unused": True},
     table.SPLIT: {"split_updates": True},
-    table.STALENESS: {"staleness": 1},
+    STALENESS.feature: {"staleness": 1},
     table.WIRE_FORMATS: {"compression": hvd.Compression.bf16},
 }
 
@@ -133,7 +135,7 @@ def run(*used: str) -> list[Any]:
             state.commit()
             with optimizer.writing():
                 state.restore()
-    if {table.LOCAL, table.STALENESS} & set(used):
+    if {table.LOCAL, STALENESS.feature} & set(used):
         optimizer.synchronize()
     if table.JOIN in used:
         hvd.join()
@@ -142,9 +144,11 @@ def run(*used: str) -> list[Any]:
 
 @pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:torch.jit", "ignore:.*overlap")
-@pytest.mark.parametrize(("one", "other"), [each for each in combinations(table.FEATURES, 2) if each != ONE_ARGUMENT])
+@pytest.mark.parametrize(
+    ("one", "other"), [each for each in combinations(refusals.FEATURES, 2) if each != ONE_ARGUMENT]
+)
 def test_pairs(one: str, other: str) -> None:
-    if (one, other) in table.REFUSED or (other, one) in table.REFUSED:
+    if (one, other) in refusals.REFUSED or (other, one) in refusals.REFUSED:
         if table.JOIN in (one, other):
             pytest.skip("ranks that do not join raise, which tests of each method prove")
         # DiLoCo lacks arguments and methods, and torch's GradScaler refuses closures by itself.
@@ -175,7 +179,7 @@ def test_pairs(one: str, other: str) -> None:
     ("one", "other"),
     [
         each
-        for each in table.REFUSED
+        for each in refusals.REFUSED
         if set(each) <= OPTIONS.keys() - {table.LOCAL} and each != (table.ADASUM, table.PREDIVISION)
     ],
 )

@@ -36,7 +36,6 @@ import ringreduce as rr
 from ringreduce.cli import main as command_line
 from ringreduce.cli.run import command as run_command
 from ringreduce.common import errors
-from ringreduce.training.options.refusals import FEATURES, REFUSED, REFUSED_IN_KERAS
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND_LINE = click.Context(command_line)
@@ -244,19 +243,8 @@ def test_the_picture_of_the_ring_is_that_of_the_code() -> None:
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
 
 
-def test_what_goes_together_is_documented() -> None:
-    """docs/recipes/methods.md has the table of pairs that are refused, and all features."""
-    page = (ROOT / "docs" / "recipes" / "methods.md").read_text(encoding="utf-8").partition("## What goes together")[2]
-    rows = [row.replace("`", "").strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| ")]
-    known = {**REFUSED, **REFUSED_IN_KERAS}
-    assert [tuple(row) for row in rows if row[0] != "one"] == [
-        (*pair, why.replace("`", "")) for pair, why in known.items()
-    ]
-    assert all(each in page.replace("`", "") for each in FEATURES)
-
-
 def test_generated_tables_are_up_to_date() -> None:
-    """Pages have what scripts/doc_tables writes; run it after a change of an algorithm or a setting."""
+    """Pages have what scripts/doc_tables writes; run it after a change of an algorithm, a setting or a refusal."""
     command = [sys.executable, str(ROOT / "scripts" / "doc_tables"), "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert checked.returncode == 0, f"run scripts/doc_tables:\n{checked.stdout}{checked.stderr}"

@@ -18,7 +18,7 @@ from ringreduce.testing import run_engines
 from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.data.shares import Shares
 from ringreduce.training.optimizers.reducer import GradientReducer
-from ringreduce.training.options.options import Options
+from ringreduce.training.optimizers.user_options import checked, named_options
 
 
 class Machine:
@@ -198,7 +198,7 @@ def test_metrics_hold_all_ranks_by_their_numbers_in_the_world():
 
 def make_reducer(engine: Engine) -> GradientReducer:
     named = [("w", ArraySpec((3,), np.float32))]
-    options = Options().checked(engine.communicator.config, []).settled(engine.communicator, on_device=False)
+    options = checked(named_options(), engine.communicator.config, []).settled(engine.communicator, on_device=False)
     return GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", options)
 
 

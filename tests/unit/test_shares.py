@@ -19,7 +19,7 @@ from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.compression.topk import TopK
 from ringreduce.training.data.shares import Batches, Division, Shares, _paces_of, divided
 from ringreduce.training.optimizers.reducer import GradientReducer
-from ringreduce.training.options.options import Options
+from ringreduce.training.optimizers.user_options import checked, named_options
 
 COUNTS = [0, 1, 5, 1009, 100_003]
 
@@ -210,8 +210,8 @@ VALUES = np.arange(1.0, 8.0, dtype=np.float32)
 
 def make_reducer(engine: Engine, **options: Any) -> GradientReducer:
     named = [("a", ArraySpec((7,), np.float32)), ("b", ArraySpec((), np.float32))]
-    checked = Options(**options).checked(engine.communicator.config, [spec for _, spec in named])
-    settled = checked.settled(engine.communicator, on_device=False)
+    chosen = checked(named_options(**options), engine.communicator.config, [spec for _, spec in named])
+    settled = chosen.settled(engine.communicator, on_device=False)
     return GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", settled)
 
 

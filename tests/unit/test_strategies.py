@@ -17,38 +17,43 @@ from ringreduce.testing import run_engines
 from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.gradients.record import ADDED, CHANGED, Record
 from ringreduce.training.optimizers.reducer import GradientReducer
-from ringreduce.training.options.options import Options
+from ringreduce.training.optimizers.user_options import checked, named_options
+from ringreduce.training.options.features import StrategyOption
 from ringreduce.training.strategies import stages
+from ringreduce.training.strategies.chosen import STRATEGIES
 from ringreduce.training.strategies.stages import NEXT, Event, OverlapProbe, Stage, what_is_wrong
-from ringreduce.training.strategies.strategy import Contribution, Strategy
 
 ROOT = Path(__file__).parents[2]
 
 
-def toy_strategy() -> type[Strategy]:
-    """Return the class that CONTRIBUTING.md shows."""
+def toy_strategy() -> tuple[StrategyOption, Any]:
+    """Return the option and the class that CONTRIBUTING.md shows."""
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Add a strategy\n")[2]
     (program,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
-    made: type[Strategy] = names["EverySecond"]
-    return made
+    return names["EVERY_SECOND"], names["EverySecond"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_strategy_of_the_documents_skips_every_second_exchange(size: int) -> None:
-    """It wraps what `strategy_for` has chosen."""
+def test_the_strategy_of_the_documents_skips_every_second_exchange(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is in the list, its option chooses it, and refuses others by name."""
+    option, kind = toy_strategy()
+    monkeypatch.setitem(STRATEGIES, option, lambda context, agreement, inner: kind(inner()))
+    for other, name in (({"op": "adasum"}, "Adasum"), ({"reduce_in": "backward"}, "backward"), ({"staleness": 1}, "")):
+        with pytest.raises(rr.ConfigError, match=rf"{name}.* and every_second=True do not go together: it"):
+            checked(named_options(every_second=True, **other), rr.Config(), [])
 
     def train(engine: Engine) -> None:
         named = [("a", ArraySpec((3,), np.float32))]
-        options = Options(op=rr.SUM).checked(engine.communicator.config, [spec for _, spec in named])
+        options = checked(
+            named_options(op=rr.SUM, every_second=True), engine.communicator.config, [spec for _, spec in named]
+        )
         settled = options.settled(engine.communicator, on_device=False)
         reducer = GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", settled)
-        strategy: Any = toy_strategy()
-        skipping = strategy(reducer._strategy)
+        assert settled.in_words([])["every_second"] is True
         for step in range(1, 12):
-            mine = np.full(3, step * (engine.communicator.rank + 1), np.float32)
-            (reduced,) = skipping.reduce(Contribution([spec for _, spec in named], [mine], found=b"\1", samples=None))
+            (reduced,) = reducer.reduce([np.full(3, step * (engine.communicator.rank + 1), np.float32)])
             if step % 2:
                 assert reduced is None
             else:
@@ -70,8 +75,8 @@ def test_options_choose_the_strategy(size: int, options: dict[str, Any], chain: 
     """From the outside in."""
 
     def choose(engine: Engine) -> list[str]:
-        checked = Options(**options).checked(engine.communicator.config, [])
-        settled = checked.settled(engine.communicator, on_device=False)
+        chosen = checked(named_options(**options), engine.communicator.config, [])
+        settled = chosen.settled(engine.communicator, on_device=False)
         strategy: Any = GradientReducer(HostMemory(), engine, list, "values", "parameters", settled)._strategy
         found = []
         while strategy is not None:
@@ -87,8 +92,8 @@ STEPS = 40
 
 def make_reducer(engine: Engine, count: int = 3, **options: Any) -> GradientReducer:
     named = [(f"parameter {number}", ArraySpec((number + 1,), np.float32)) for number in range(count)]
-    checked = Options(**options).checked(engine.communicator.config, [spec for _, spec in named])
-    settled = checked.settled(engine.communicator, on_device=False)
+    chosen = checked(named_options(**options), engine.communicator.config, [spec for _, spec in named])
+    settled = chosen.settled(engine.communicator, on_device=False)
     return GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", settled)
 
 
@@ -112,8 +117,8 @@ def test_buckets_of_shards_are_large_where_nothing_overlaps(options: dict[str, A
     """All of a bucket's parameters move when it is made, and each bucket costs two meetings of the ranks."""
 
     def settle(engine: Engine) -> int:
-        checked = Options(**options).checked(engine.communicator.config, [])
-        return int(checked.settled(engine.communicator, on_device=False).bucket_nbytes)
+        chosen = checked(named_options(**options), engine.communicator.config, [])
+        return int(chosen.settled(engine.communicator, on_device=False).bucket_nbytes)
 
     assert run_engines(2, settle, config=rr.Config(bucket_nbytes=1 << 20, timeout_s=30.0)) == [nbytes] * 2
 
@@ -198,7 +203,7 @@ def test_parameters_that_come_and_go() -> None:
     def train(engine: Engine) -> None:
         named = [(str(number), ArraySpec((number + 1,), np.float32)) for number in range(3)]
         used = [named[:2]]
-        options = Options(op=rr.SUM).checked(engine.communicator.config, [spec for _, spec in named])
+        options = checked(named_options(op=rr.SUM), engine.communicator.config, [spec for _, spec in named])
         settled = options.settled(engine.communicator, on_device=False)
         reducer = GradientReducer(HostMemory(), engine, lambda: used[0], "values", "parameters", settled)
         for step in range(STEPS):
@@ -216,7 +221,7 @@ def test_a_true_mismatch_is_one_error_for_all() -> None:
 
     def train(engine: Engine) -> str:
         rank, named = engine.communicator.rank, [("one", ArraySpec((1,), np.float32))]
-        options = Options(op=rr.SUM).checked(engine.communicator.config, [])
+        options = checked(named_options(op=rr.SUM), engine.communicator.config, [])
         settled = options.settled(engine.communicator, on_device=False)
         reducer = GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", settled)
         reducer.checks.after_join()  # compares no data

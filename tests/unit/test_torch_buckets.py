@@ -15,6 +15,7 @@ from ringreduce.testing import run_engines
 from ringreduce.training.binding.framework import Look
 from ringreduce.training.gradients.buckets import LARGE_NBYTES, Bucket
 from ringreduce.training.optimizers.reducer import GradientReducer
+from ringreduce.training.optimizers.user_options import checked
 from ringreduce.training.optimizers.watched import Gradients
 from ringreduce.training.options.options import Options
 
@@ -44,8 +45,8 @@ def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucke
     memory = TorchParameters(engine.communicator)
     options = Options(op=op, bucket_nbytes=bucket_nbytes, overlap=False, skip_unused=True)
     named = [("?", parameter) for parameter in parameters]
-    checked = options.checked(engine.communicator.config, parameters)
-    return Gradients(memory, GradientReducer(memory, engine, lambda: named, "SGD", "parameters", checked), lambda: None)
+    chosen = checked(options, engine.communicator.config, parameters)
+    return Gradients(memory, GradientReducer(memory, engine, lambda: named, "SGD", "parameters", chosen), lambda: None)
 
 
 def test_places_have_the_layout_of_their_parameters() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ringreduce.torch.compression import each_array
 from ringreduce.training.optimizers.optimizer import Training
-from ringreduce.training.strategies.late import require_room
+from ringreduce.training.strategies.late import require_room, staleness_of
 
 #: Keys of state dicts.
 _COMPRESSION = "compression"
@@ -33,7 +33,7 @@ def take_training(state: dict[str, Any], training: Training) -> Callable[[], Non
     """
     kept = state.pop(_COMPRESSION, None)
     late = copy.deepcopy(state.pop(_LATE, []))
-    require_room(late, training.options.staleness)
+    require_room(late, staleness_of(training.options))
 
     def load() -> None:
         parameters = [parameter for _, parameter in training.named()]

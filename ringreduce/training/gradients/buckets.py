@@ -355,7 +355,7 @@ class Buckets:
             self._give_reducer(len(self._buckets), bucket)
             self._buckets.append(bucket)
             self._placed |= {id(slot.parameter) for slot in bucket.slots}
-            if isinstance(self.memory, Hooks) and not self.options.staleness:
+            if isinstance(self.memory, Hooks) and not self.options.is_late:
                 bucket.collect_at_once(self.memory, self.moved)
             made.append(bucket)
         return made

@@ -33,14 +33,9 @@ from ringreduce.training.calls.requests import dtype_name
 from ringreduce.training.gradients.checks import OF_LOSS_SCALE
 from ringreduce.training.optimizers.keras_copies import forget_note, methods_of_copies
 from ringreduce.training.optimizers.known_lists import KnownLists
-from ringreduce.training.options.refusals import (
-    ACCUMULATION,
-    GLOBAL_NORM,
-    LOCAL_VARIABLES,
-    LOSS_SCALES,
-    STALENESS,
-    require_together,
-)
+from ringreduce.training.optimizers.refusals import require_together
+from ringreduce.training.options.features import ACCUMULATION, GLOBAL_NORM, LOCAL_VARIABLES, LOSS_SCALES
+from ringreduce.training.strategies.late import STALENESS
 
 
 class ListReduction(ABC):
@@ -363,7 +358,7 @@ def variables_of(layers: Any) -> list[Any]:
 def _require_equal_steps(optimizer: Any, distribution: Distribution) -> None:
     """Raise `ConfigError` if the optimizer scales losses or accumulates gradients where that would not be correct."""
     used = {
-        STALENESS: distribution.reduction.staleness,
+        STALENESS.feature: distribution.reduction.staleness,
         LOCAL_VARIABLES: distribution.local,
         LOSS_SCALES: hasattr(optimizer, "inner_optimizer"),
         ACCUMULATION: optimizer.gradient_accumulation_steps,

@@ -39,8 +39,9 @@ from ringreduce.engine import CollectiveOp, Engine, InPlaceAllreduce
 from ringreduce.runtime import global_process_set
 from ringreduce.training.compression import State, WireState
 from ringreduce.training.data.shares import is_by_speed
+from ringreduce.training.optimizers.refusals import refusal
+from ringreduce.training.options.features import LOCAL, SHARES
 from ringreduce.training.options.local_options import LocalOptions
-from ringreduce.training.options.refusals import LOCAL, SHARES, refusal
 
 Flat = npt.NDArray[Any]
 

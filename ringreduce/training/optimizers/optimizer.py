@@ -27,6 +27,7 @@ from ringreduce.training.calls.requests import set_to_notify
 from ringreduce.training.compression import State
 from ringreduce.training.gradients.checks import CheckedModel
 from ringreduce.training.optimizers.reducer import GradientReducer
+from ringreduce.training.optimizers.user_options import checked, named_options
 from ringreduce.training.optimizers.watched import Gradients
 from ringreduce.training.options.options import Options
 from ringreduce.training.strategies.strategy import PendingAverages
@@ -98,7 +99,7 @@ class Training:
         settled = options.settled(communicator, on_device=on_device)
         memory = self._bind(communicator)
         if self._alone:
-            settled = replace(settled, staleness=0)
+            settled = replace(settled, strategies={})
         reducer = GradientReducer(
             memory,
             self._engine,
@@ -306,8 +307,8 @@ class ListTraining:
         self._zeros = arrays.zeros_like
         self._specs = [each for _, each in named]
         with self.training.checking(kind):
-            checked = Options(**options).checked(self.training.communicator.config, self._specs)
-        self.training.begin(kind, lambda: named, checked, None)
+            chosen = checked(named_options(**options), self.training.communicator.config, self._specs)
+        self.training.begin(kind, lambda: named, chosen, None)
 
     def reduce(self, gradients: Sequence[Any], samples: Any = None, model: CheckedModel | None = None) -> list[Any]:
         """Return the averages, or sums, of gradients over the ranks. Collective.

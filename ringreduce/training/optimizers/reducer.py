@@ -13,8 +13,9 @@ from ringreduce.training.compression import State
 from ringreduce.training.gradients.buckets import Buckets
 from ringreduce.training.gradients.checks import Checks
 from ringreduce.training.gradients.record import OptimizerRanks
+from ringreduce.training.optimizers.refusals import require_together
+from ringreduce.training.options.features import ADASUM, BACKWARD, SAMPLES
 from ringreduce.training.options.options import Options
-from ringreduce.training.options.refusals import ADASUM, BACKWARD, SAMPLES, require_together
 from ringreduce.training.strategies.chosen import strategy_for
 from ringreduce.training.strategies.overlapped import Overlap
 from ringreduce.training.strategies.parts import Sharding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -26,10 +26,12 @@ class Declared:
     Attributes:
         table: a `TypedDict` of their types, with the section ``Attributes`` in its docstring.
         defaults: their values where callers leave them out.
+        more: types and entries of arguments that the table has no entry for, by name; ``*`` stands for all of them.
     """
 
     table: type
     defaults: Mapping[str, Any]
+    more: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def taken(self, places: str = "", named: str | None = None, **defaults: Any) -> Callable[[_Taker], _Taker]:
         """Return a decorator for a class or a function that takes such arguments by ``*places`` and ``**options``.
@@ -75,7 +77,8 @@ class Declared:
     def names(self, places: str = "", named: str | None = None) -> tuple[list[str], list[str]]:
         """Return the names of arguments with a place, and of those that have none; as for `taken`."""
         others = [name for name in self.table.__annotations__ if name not in places.split()]
-        return places.split(), others if named is None else named.split()
+        words = others if named is None else named.split()
+        return places.split(), [name for word in words for name in (self.more if word == "*" else (word,))]
 
     def parameters(
         self, places: Sequence[str], named: Sequence[str], defaults: Mapping[str, Any] | None = None
@@ -86,10 +89,9 @@ class Declared:
             **dict.fromkeys(named, Parameter.KEYWORD_ONLY),
         }
         values = {**self.defaults, **(defaults or {})}
-        return [
-            Parameter(name, kind, default=values[name], annotation=self.table.__annotations__[name].__forward_arg__)
-            for name, kind in kinds.items()
-        ]
+        types = {name: each.__forward_arg__ for name, each in self.table.__annotations__.items()}
+        types |= {name: annotation for name, (annotation, _) in self.more.items()}
+        return [Parameter(name, kind, default=values[name], annotation=types[name]) for name, kind in kinds.items()]
 
     def described(self, docstring: str, names: Sequence[str]) -> str:
         """Return a docstring with entries of these arguments, those that it has or those of the table, in their order.
@@ -97,7 +99,8 @@ class Declared:
         They stand where it has ``**options``.
         """
         text = f"{inspect.cleandoc(docstring)}\n"
-        common = f"{inspect.cleandoc(self.table.__doc__ or '')}\n"
+        more = "".join(f"    {name}: {meaning}\n" for name, (_, meaning) in self.more.items())
+        common = f"{inspect.cleandoc(self.table.__doc__ or '')}\n{more}"
         entries: dict[str, str] = {}
         for found in [*_ENTRY.finditer(text), *_ENTRY.finditer(common)]:
             lacking = [name for name in found[1].split(", ") if name in names and name not in entries]

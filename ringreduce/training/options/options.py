@@ -1,4 +1,4 @@
-"""How gradients are reduced: one value, as a user gives it, and checked."""
+"""How gradients are reduced: one value, which `ringreduce.training.optimizers.user_options` checks."""
 
 from __future__ import annotations
 
@@ -6,36 +6,17 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.arguments import real_number, shown, whole_number
-from ringreduce.common.config import Config
+from ringreduce.common.arguments import real_number, shown
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.runtime import global_process_set
-from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.compression import has_reducers, is_wire_format, signature_of
-from ringreduce.training.options.declared import Declared
-from ringreduce.training.options.refusals import (
-    ADASUM,
-    BACKWARD,
-    COMPRESSION,
-    OVERLAP,
-    PREDIVISION,
-    SHARD,
-    SHARES,
-    SKIP_UNUSED,
-    SPLIT,
-    STALENESS,
-    are_refused,
-    refusal,
-    require_together,
-)
+from ringreduce.training.compression import has_reducers, signature_of
+from ringreduce.training.options.features import StrategyOption
 
 #: Adaptive summation, see `ringreduce.collectives.sums.adasum`.
 Adasum = "adasum"
@@ -51,73 +32,9 @@ _OTHER_OPS = ("sum", "min", "max", "product", "prod", Adasum, ReproducibleSum)  
 _SHARDED_NBYTES = 256 << 20
 
 
-class GradientArguments(TypedDict, total=False):
-    """The options by which bindings reduce gradients, by the names that users know; each binding takes some.
-
-    Attributes:
-        name, use_locking, device_dense, device_sparse: without meaning here, taken for Horovod's sake.
-        compression: of `Compression`; must agree on all ranks, as all that follow must.
-        backward_passes_per_step: so many passes make a step; their gradients are summed up on each rank.
-        op: `Average`, `Sum` or `Adasum`.
-        gradient_predivide_factor: averages are divided by this before they are summed, and by the rest afterwards: for
-            16-bit gradients that would overflow.
-        average_aggregated_gradients: whether the sum of the passes is divided by their number.
-        num_groups: how many groups of equal length to make; older name of ``groups``.
-        groups: lists of parameters, or the number of lists to make: gradients of a list are reduced together.
-        sparse_as_dense: whether sparse gradients become dense before they are reduced; else what the ranks have is
-            gathered.
-        process_set: the ranks that train together. On others the optimizer steps as it does by itself.
-        scale_local_gradients: whether gradients of local variables, which are not reduced, are divided by the number of
-            ranks.
-        bucket_nbytes: a bucket of gradients that holds so many bytes is closed. None: `Config.bucket_nbytes`.
-        skip_unused: leave the gradient of a parameter that no rank used None, so that the step does not touch it;
-            False: give it zeros, which weight decay and momentum act on. None: True, and under Horovod's conventions
-            False.
-        overlap: reduce buckets during the backward pass; see `ringreduce.training.strategies.overlapped`. Not with
-            ``powersgd``, ``topk`` or ``gradient_predivide_factor``. None: with parameters on a GPU, yes; on one node,
-            no; between nodes both are tried in turn, six times six steps, and the quicker one stays.
-        reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
-        shard: ``"node"``: a node has parameters and state once; ``"all"``: it has parameters once, and all ranks have
-            state once; see docs/recipes/sharding.md.
-        staleness: by how many steps averages are applied late; the first steps change nothing. See
-            docs/recipes/staleness.md.
-        split_updates: let each rank update some of the parameters, whole ones, and give the others the results, with
-            the bits of each rank updating all. For optimizers with costly updates, each of which depends on its own
-            parameter and gradient alone; not with Adasum or ``shard``. None: with `torch.optim.Muon` and parameters in
-            host memory, where both are tried in turn, at least four times, and the quicker one stays; with others, no.
-            See docs/recipes/methods.md.
-    """
-
-    name: str | None
-    use_locking: bool
-    device_dense: str
-    device_sparse: str
-    compression: Any
-    backward_passes_per_step: int
-    op: Op
-    gradient_predivide_factor: float
-    average_aggregated_gradients: bool
-    num_groups: int
-    groups: int | Sequence[Sequence[Any]] | None
-    sparse_as_dense: bool
-    process_set: ProcessSet
-    scale_local_gradients: bool
-    bucket_nbytes: int | None
-    skip_unused: bool | None
-    overlap: bool | None
-    reduce_in: Literal["step", "backward"]
-    shard: Literal["node", "all"] | None
-    staleness: int
-    split_updates: bool | None
-
-
-#: What users call fields of `Options`, where that is another name.
-_BY_USERS = {"passes": "backward_passes_per_step", "predivide_factor": "gradient_predivide_factor"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How gradients are reduced, as a user says it; `checked` returns what is meant. All must agree on all ranks.
+    """How gradients are reduced, as a user says it, or checked. All must agree on all ranks.
 
     Attributes:
         op: `AVERAGE`, `SUM` or `Adasum`; checked, how losses are reduced: `AVERAGE` with Adasum.
@@ -137,7 +54,7 @@ class Options:
         reduce_in: ``"step"`` or ``"backward"``: where gradients are reduced.
         shard: ``"node"``: a node has parameters and state once; ``"all"``: it has the parameters once, and all ranks
             have state once; None: each rank has both.
-        staleness: how many steps late averages are applied.
+        strategies: the values of the options that choose strategies; checked, of all of these.
         elementwise: whether the optimizer treats each element by itself, so that shards may end inside of parameters.
         split_updates: whether each rank updates some of the parameters; None: if the optimizer has costly updates, and
             that makes them quicker.
@@ -154,74 +71,14 @@ class Options:
     overlap: bool | None = None
     reduce_in: Any = "step"
     shard: Any = None
-    staleness: Any = 0
+    strategies: Mapping[StrategyOption, Any] = field(default_factory=dict)
     elementwise: bool = False
     split_updates: bool | None = None
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any], **own: Any) -> Options:
-        """Return the options that a binding was given.
-
-        Args:
-            arguments: of `GradientArguments`, some of them.
-            own: options in place of those that these say.
-        """
-        given = {
-            each.name: arguments[_BY_USERS.get(each.name, each.name)]
-            for each in fields(cls)
-            if _BY_USERS.get(each.name, each.name) in arguments
-        }
-        if given.get("groups") is None:
-            given["groups"] = arguments.get("num_groups")
-        return cls(**{**given, **own})
 
     @property
     def weighs(self) -> bool:
         """Whether averages may be weighted by numbers of samples; of checked options."""
-        return self.op is AVERAGE and not (self.adasum and are_refused(ADASUM, SHARES))
-
-    def checked(self, settings: Config, parameters: Sequence[Any]) -> Options:
-        """Return the options with all that a user left open, given all parameters of the optimizer.
-
-        Raises:
-            ConfigError: one is wrong, or two do not go together.
-        """
-        op = _checked_op(self.op)
-        adasum = self.op == Adasum
-        _, factor = averaging(self.op, self.predivide_factor)
-        if self.reduce_in not in ("step", "backward"):
-            raise ConfigError(f'reduce_in is "step" or "backward", got {shown(self.reduce_in)}')
-        if self.shard not in (None, "node", "all"):
-            raise ConfigError(f'shard is "node", "all" or None, got {shown(self.shard)}')
-        compression = _checked_compression(self.compression)
-        late = whole_number("staleness", self.staleness, 0)
-        used = {
-            ADASUM: adasum,
-            BACKWARD: self.in_backward,
-            COMPRESSION: compression is not None and not is_wire_format(self.compression),
-            OVERLAP: self.overlap is True,
-            PREDIVISION: factor != 1.0,
-            SHARD: self.shard is not None,
-            SKIP_UNUSED: self.skip_unused is True,
-            SPLIT: self.split_updates is True,
-            STALENESS: late > 0,
-        }
-        require_together([name for name, is_used in used.items() if is_used])
-        nbytes = self.bucket_nbytes
-        if nbytes is None and self.shard is None:
-            nbytes = settings.bucket_nbytes
-        return replace(
-            self,
-            op=op,
-            adasum=adasum,
-            passes=whole_number("backward_passes_per_step", self.passes, 1),
-            compression=compression,
-            overlap=False if late else self.overlap,
-            staleness=late,
-            predivide_factor=factor,
-            groups=_checked_groups(parameters, self.groups),
-            bucket_nbytes=None if nbytes is None else whole_number("bucket_nbytes", nbytes, 1),
-        )
+        return self.op is AVERAGE and not self.adasum
 
     def settled(self, communicator: Communicator, *, on_device: bool) -> Options:
         """Return the options with what depends on where the parameters and the ranks are.
@@ -243,12 +100,22 @@ class Options:
     @property
     def needs_whole_commits(self) -> bool:
         """Whether more than this rank's steps changes weights or what is to be applied to them."""
-        return self.shard is not None or self.staleness > 0
+        return self.shard is not None or self.is_late
 
-    def require_on_time(self, use: str) -> None:
-        """Raise the `ConfigError` of a use that does not go together with staleness, if there is some."""
-        if self.staleness:
-            raise refusal(use, STALENESS)
+    @property
+    def chosen(self) -> list[StrategyOption]:
+        """The options that choose a strategy."""
+        return [option for option, value in self.strategies.items() if value != option.default]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether later steps apply the averages of a step; see `StrategyOption`."""
+        return any(option.is_late for option in self.chosen)
+
+    def require_allowed(self, use: str) -> None:
+        """Raise a `ConfigError` for a use that does not go together with a chosen strategy."""
+        for option in self.chosen:
+            option.require_allowed(use)
 
     @property
     def in_backward(self) -> bool:
@@ -272,21 +139,9 @@ class Options:
             "overlap": self.overlap,
             "reduce_in": self.reduce_in,
             "split_updates": self.split_updates,
-            "staleness": self.staleness,
+            **{option.name: value for option, value in self.strategies.items()},
             "shard": self.shard and f"{self.shard}, {'elements' if self.elementwise else 'whole parameters'}",
         }
-
-
-#: Of optimizers and tapes.
-GRADIENT_OPTIONS = Declared(
-    GradientArguments,
-    {
-        **{_BY_USERS.get(each.name, each.name): each.default for each in fields(Options)},
-        **{"name": None, "use_locking": False, "device_dense": "", "device_sparse": ""},
-        **{"average_aggregated_gradients": False, "num_groups": 0, "sparse_as_dense": False},
-        **{"process_set": global_process_set, "scale_local_gradients": True},
-    },
-)
 
 
 def chosen_op(op: Op | None, average: Any) -> Op:
@@ -322,51 +177,6 @@ def averaging(op: Op, predivide_factor: Any) -> tuple[Op, float]:
     if factor != 1.0 and kind is not AVERAGE:
         raise ConfigError("gradient_predivide_factor is a part of averaging; use it with op=Average")
     return kind, factor
-
-
-def _checked_op(op: Op) -> ReduceOp:
-    if op == Adasum:
-        return AVERAGE
-    kind = None
-    with suppress(ConfigError):
-        kind = ReduceOp.parse(op)
-    if kind not in (AVERAGE, SUM):
-        word = op.value if isinstance(op, ReduceOp) else op
-        hint = "; RINGREDUCE_DETERMINISTIC=1 fixes the order of sums" if op == ReproducibleSum else ""
-        raise ConfigError(
-            f"DistributedOptimizer can average or sum gradients (op Average or Sum), or use Adasum; got op {word}{hint}"
-        )
-    return kind
-
-
-def _checked_compression(compression: Any) -> Any:
-    if compression is None or hasattr(compression, "compress"):
-        return compression
-    if has_reducers(compression):
-        return compression() if isinstance(compression, type) else compression
-    raise ConfigError(f"compression is one of hvd.Compression, or a Compressor class; got {compression!r}")
-
-
-def _checked_groups(parameters: Sequence[Any], groups: Any) -> dict[int, int]:
-    """Return the group of each parameter that has one, by id."""
-    if groups is None:
-        return {}
-    if hasattr(groups, "shape") or not isinstance(groups, Iterable):
-        number = whole_number("groups (or num_groups), unless it is lists of parameters,", groups, 0)
-        length = -(-len(parameters) // number) if number else 0
-        return {id(parameter): index // length for index, parameter in enumerate(parameters)} if number else {}
-    known = set(map(id, parameters))
-    found: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        if hasattr(group, "shape"):
-            raise ConfigError(f"groups are lists of parameters, but number {index} is a parameter; write [[...], ...]")
-        for parameter in group:
-            if id(parameter) not in known:
-                raise ConfigError(f"group {index} holds something that is no parameter of the optimizer")
-            if id(parameter) in found:
-                raise ConfigError(f"a parameter is in groups {found[id(parameter)]} and {index}; it can be in one")
-            found[id(parameter)] = index
-    return found
 
 
 def checked_names(parameters: Sequence[Any], named: Any) -> dict[int, str]:

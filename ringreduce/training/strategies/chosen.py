@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from ringreduce.training.options.features import StrategyOption
 from ringreduce.training.strategies.alone import LoneSteps
-from ringreduce.training.strategies.late import LateAverages
+from ringreduce.training.strategies.late import STALENESS, LateAverages
 from ringreduce.training.strategies.overlapped import Overlap
 from ringreduce.training.strategies.paced import PacedSteps
 from ringreduce.training.strategies.parts import Sharding, ShardPartner
@@ -14,6 +16,12 @@ from ringreduce.training.strategies.samples import SampleNumbers
 from ringreduce.training.strategies.step_agreement import Patience, StepAgreement
 from ringreduce.training.strategies.strategy import Partner, StepContext, Strategy
 from ringreduce.training.strategies.whole import WholeSteps
+
+#: What makes the strategy that an option chooses, of the agreement of the ranks, or of the strategy that would be
+#: there without it.
+STRATEGIES: dict[StrategyOption, Callable[[StepContext, StepAgreement, Callable[[], Strategy]], Strategy]] = {
+    STALENESS: lambda context, agreement, inner: LateAverages(context, agreement),
+}
 
 
 def strategy_for(
@@ -37,9 +45,15 @@ def strategy_for(
     patience = Patience()
     numbers = SampleNumbers(context)
     agreement = StepAgreement(context, partners, settings=settings, patience=patience)
-    if context.options.staleness:
-        return PacedSteps(context, LateAverages(context, agreement))
-    if context.ranks.size == 1:
-        return LoneSteps(numbers)
-    whole = WholeSteps(context, agreement, partners, numbers=numbers, patience=patience, parts=parts)
-    return PacedSteps(context, RepeatedSteps(context, whole, partners, numbers=numbers, patience=patience, parts=parts))
+
+    def plain() -> Strategy:
+        if context.ranks.size == 1:
+            return LoneSteps(numbers)
+        whole = WholeSteps(context, agreement, partners, numbers=numbers, patience=patience, parts=parts)
+        return RepeatedSteps(context, whole, partners, numbers=numbers, patience=patience, parts=parts)
+
+    chosen = context.options.chosen
+    make: Callable[[], Strategy] = plain
+    for option in chosen:
+        make = partial(STRATEGIES[option], context, agreement, make)
+    return make() if context.ranks.size == 1 and not chosen else PacedSteps(context, make())

@@ -22,14 +22,74 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError, RingReduceError
 from ringreduce.engine import InPlaceAllreduce, Refusal
 from ringreduce.training.binding.framework import Found, Look
 from ringreduce.training.data.shares import counts_of
 from ringreduce.training.gradients.buckets import Bucket
-from ringreduce.training.options.refusals import SAMPLES, STALENESS, refusal
+from ringreduce.training.options.features import (
+    ACCUMULATION,
+    ADASUM,
+    BACKWARD,
+    CLOSURE,
+    COMPRESSION,
+    FIRST_TENSORFLOW,
+    JOIN,
+    LOCAL,
+    LOSS_SCALES,
+    NO_SCALES,
+    OVERLAP,
+    PREDIVISION,
+    SAMPLER_KNOWS,
+    SAMPLES,
+    SCALER,
+    SHARD,
+    SKIP_UNUSED,
+    SKIPPING,
+    SPARSE,
+    StrategyOption,
+    refused,
+)
+from ringreduce.training.options.options import Options
 from ringreduce.training.strategies.step_agreement import StepAgreement
 from ringreduce.training.strategies.strategy import Averages, Contribution, PendingAverages, StepContext, Strategy
+
+STALENESS = StrategyOption(
+    name="staleness",
+    default=0,
+    annotation="int",
+    meaning="by how many steps averages are applied late; the first steps change nothing. See "
+    "docs/recipes/staleness.md.",
+    feature="staleness",
+    check=lambda value: whole_number("staleness", value, 0),
+    refuses={
+        ADASUM: "it combines the changes of steps, not gradients",
+        LOCAL: "`delay` already lets steps go on during an exchange",
+        COMPRESSION: "it reduces a bucket in several collectives, which wait for all ranks",
+        JOIN: "a rank that joins would lack the last averages",
+        OVERLAP: "the reduction already goes on during the next step",
+        PREDIVISION: "buckets are scaled before and after a reduction for which the step waits",
+        BACKWARD: "a gradient is replaced by an older average, to which the next pass must not add",
+        SCALER: "the scale would be that of another step",
+        SHARD: "the ranks of a node read each other's buckets, so that each step waits for all of them",
+        SKIPPING: "a step applies what another step has submitted",
+        SKIP_UNUSED: "whether other ranks use a parameter is known too late",
+        SPARSE: "rows are gathered by all ranks together; use sparse_as_dense=True",
+        CLOSURE: "a closure is called again for gradients of the same step",
+        SAMPLES: f"ranks would wait for each other's numbers; {SAMPLER_KNOWS}",
+        FIRST_TENSORFLOW: "it is for optimizers of Keras",
+        LOSS_SCALES: f"the scale would be that of another step; {NO_SCALES}",
+        ACCUMULATION: "each backward pass makes a step",
+    },
+    overlaps=False,
+    is_late=True,
+)
+
+
+def staleness_of(options: Options) -> int:
+    """Return by how many steps averages are applied late; 0: none is."""
+    return int(options.strategies.get(STALENESS, 0))
 
 
 def require_room(averages: Averages, staleness: int) -> None:
@@ -70,7 +130,7 @@ class LateAverages(Strategy, PendingAverages):
     """
 
     def __init__(self, context: StepContext, agreement: StepAgreement) -> None:
-        self._staleness = context.options.staleness
+        self._staleness = context.options.strategies[STALENESS]
         self._memory = context.memory
         self._ranks = context.ranks
         self._buckets = context.buckets
@@ -104,7 +164,7 @@ class LateAverages(Strategy, PendingAverages):
                 self._checks.compare_data(self._count.reduced, contribution.gradients)
         counts = dict(enumerate(counts_of(self._ranks.engine) or ()))  # all ranks know all of them
         self._buckets.weigh(counts, self._ranks.size)
-        error = None if contribution.samples is None else refusal(SAMPLES, STALENESS)
+        error = None if contribution.samples is None else refused(SAMPLES, "staleness", STALENESS.refuses[SAMPLES])
         if self._count.reduced == 0:
             self._agreement.agree(contribution._replace(samples=error))
         self._count.add()  # a step that this rank alone refuses counts, too, as it does on the others

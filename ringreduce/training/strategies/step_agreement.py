@@ -127,7 +127,7 @@ class StepAgreement:
     def _settings_now(self) -> Mapping[str, str] | None:
         """Return the hyper-parameters, if this step compares them."""
         count = self._context.count
-        has_begun = bool(self._context.options.staleness) or count.reduced >= (self._first or 0)
+        has_begun = self._context.options.is_late or count.reduced >= (self._first or 0)
         return self._settings() if self._settings is not None and count.looks_closer and has_begun else None
 
     def _exchange(self, record: Record) -> int:
