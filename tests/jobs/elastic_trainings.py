@@ -16,6 +16,7 @@ import random
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,14 +24,17 @@ from typing import Any, NamedTuple
 
 import launching
 import numpy as np
-from faults import left_behind
 from programs import elastic_training as program
+
+from ringreduce.testing import toy
 
 PROGRAM = launching.PROGRAMS / "elastic_training.py"
 TORCH = ["torch", "torch-node", "torch-all", "torch-late", "torch-local"]
 OTHERS = ["keras-tensorflow", "keras-jax", "keras-torch", "tensorflow", "jax"]
-TIMEOUT_S = {"torch": 5, "keras": 15, "tensorflow": 15, "jax": 15}  # a rank may compile for seconds
-LIMIT_S = {"torch": 240, "keras": 400, "tensorflow": 400, "jax": 400}  # it ends what hangs, not what is slow
+HOSTS = "hosts"  # in place of the size of a node: two hosts of a virtual cluster that is up
+CLUSTER = Path(__file__).parents[2] / "scripts" / "cluster"
+TIMEOUT_S = {"toy": 3, "torch": 5, "keras": 15, "tensorflow": 15, "jax": 15}  # a rank may compile for seconds
+LIMIT_S = {"toy": 60, "torch": 240, "keras": 400, "tensorflow": 400, "jax": 400}  # it ends what hangs, not what is slow
 IN_PLACE = ("exception", "sys.exit", "os._exit")  # which another thread cannot do, or not to the whole rank
 AT_ANY_TIME = ("SIGKILL", "SIGSEGV", "SIGSTOP", "shell SIGKILL", "shell SIGSTOP")
 #: And the status with which `ringreduce run` ends.
@@ -45,7 +49,7 @@ class Drawn(NamedTuple):
         kind: "ranks": they die, and the others go on; "launcher": the job ends; "few": fewer than ``--min-np`` are
             left, and the job ends; "restart": and it begins again; "init": a rank dies before `init`, and the job ends.
         ranks: how many.
-        node_size: how many are on a node; none: all.
+        node_size: how many are on a node; none: all; or `HOSTS`, each of which has a half.
         deaths: as the program takes them.
         commit, copy, disk: as the program takes them.
     """
@@ -55,14 +59,18 @@ class Drawn(NamedTuple):
     ranks: int
     node_size: str
     deaths: tuple[str, ...]
-    commit: int
-    copy: int
-    disk: int
+    commit: int = 1
+    copy: int = 0
+    disk: int = 0
 
     @property
     def left(self) -> int:
         """How many ranks reach the end."""
         return {"ranks": self.ranks - len(self.deaths), "restart": self.ranks}.get(self.kind, 0)
+
+    @property
+    def name(self) -> str:
+        return f"{' '.join(self.deaths)} (nodes of {self.node_size or 'all'}, weights copied every {self.copy})"
 
     @property
     def binding(self) -> str:
@@ -89,8 +97,13 @@ def draw(way: str, seed: int) -> Drawn:
     return Drawn(way, kind, ranks, rng.choice(["", "1", "2"]), tuple(deaths), commit, rng.choice(copies), disk)
 
 
-def run(job: Drawn) -> tuple[float, str]:
-    """Run a job; return how long it took (seconds), and what is wrong with it: nothing, if the text is empty."""
+def run(job: Drawn, cluster: str = "") -> tuple[float, str]:
+    """Run a job; return how long it took (seconds), and what is wrong with it: nothing, if the text is empty.
+
+    Args:
+        job: which.
+        cluster: the name of a virtual cluster that is up, for a job on `HOSTS`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ringreduce-trainings-"))
     temporary = folder / "tmp"
     temporary.mkdir()
@@ -101,11 +114,16 @@ def run(job: Drawn) -> tuple[float, str]:
         "TMPDIR": str(temporary),
         "OMPI_MCA_btl_sm_backing_directory": str(temporary),
         "RINGREDUCE_TIMEOUT": str(TIMEOUT_S[job.binding]),
-        "RINGREDUCE_NODE_SIZE": job.node_size or None,
+        "RINGREDUCE_NODE_SIZE": None if job.node_size == HOSTS else job.node_size or None,
         "KERAS_BACKEND": backend,
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     command = [sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", job.ranks, *options]
+    if job.node_size == HOSTS:
+        half = job.ranks // 2
+        command = [CLUSTER, "--name", cluster, "exec", "0", *command]
+        command += ["-H", f"{cluster}-host0:{half},{cluster}-host1:{half}"]
+        settings |= settings_of_hosts(cluster)
     command += [sys.executable, PROGRAM, folder, way, job.commit, job.copy, job.disk, *job.deaths]
     limit_s = LIMIT_S[job.binding]
     try:
@@ -115,6 +133,34 @@ def run(job: Drawn) -> tuple[float, str]:
         return done.seconds, f"{wrong}\n{done.stdout}\n{done.stderr}" if wrong else ""
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def settings_of_hosts(cluster: str) -> dict[str, str | None]:
+    """Return what MPI has to know of a virtual cluster; `scripts/cluster run` says it on a command line."""
+    network = "10.113.0.0/24"
+    return {
+        "PRTE_MCA_plm_ssh_agent": f"{CLUSTER} --name {cluster} agent",
+        "PRTE_MCA_prte_if_include": network,
+        "OMPI_MCA_btl_tcp_if_include": network,
+        "OMPI_MCA_btl": "self,tcp",
+        "PRTE_MCA_rmaps_default_mapping_policy": None,  # all ranks would be on the first host
+    }
+
+
+def left_behind(folder: Path) -> str:
+    """Return which processes of the job still run; a rank whose launcher is gone has some seconds to end."""
+    end = time.monotonic() + 6
+    while True:
+        found = []
+        for each in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if str(folder).encode() in each.read_bytes():
+                    found.append(each.parent.name)
+            except OSError:  # it has just ended
+                continue
+        if not found or time.monotonic() > end:
+            return f"processes {', '.join(found)} are left" if found else ""
+        time.sleep(0.1)
 
 
 def _left_files(folder: Path, job: Drawn) -> str:
@@ -131,32 +177,46 @@ def _ended(job: Drawn, done: launching.Job, folder: Path) -> str:
     wanted = LAUNCHER.get(job.deaths[0].rpartition(":")[2])
     if (done.returncode == 0) != (job.left > 0) or wanted not in (None, done.returncode):
         return f"status {done.returncode}"
-    ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]
     if not job.left:
         return ""
-    if len(ends) != job.left or {each["size"] for each in ends} != {job.left}:
-        return f"{len(ends)} ranks have reached the end, in worlds of {[each['size'] for each in ends]}, not {job.left}"
-    if any(each["weights"] != ends[0]["weights"] or each["members"] != ends[0]["members"] for each in ends):
-        return "the ranks have different weights"
+    wrong, members = compare(folder, job.left, job.way)
+    return wrong or ("" if len(members) == program.STEPS else f"{len(members)} steps count, not {program.STEPS}")
+
+
+def compare(folder: Path, left: int, way: str) -> tuple[str, list[list[int]]]:
+    """Return what is wrong with the ends that ranks have written down, and who has made each step that counts.
+
+    Args:
+        folder: where they lie.
+        left: how many ranks have to be there in the end.
+        way: of the training.
+    """
+    ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]
+    if not ends or len(ends) != left or {each["size"] for each in ends} != {left}:
+        sizes = [each["size"] for each in ends]
+        return f"{len(ends)} ranks have reached the end, in worlds of {sizes}, not {left}", []
     members = ends[0]["members"]
-    if len(members) != program.STEPS:
-        return f"{len(members)} steps count, not {program.STEPS}"
-    if job.way == "torch-local":  # of what each replica had learnt when another died, there is no record
-        return "" if np.isfinite(np.concatenate(ends[0]["weights"])).all() else "the weights are not finite"
-    expected = _weights(members, late=job.way == "torch-late")
+    if any(each["weights"] != ends[0]["weights"] or each["members"] != members for each in ends):
+        return "the ranks have different weights", members
+    if way == "torch-local":  # of what each replica had learnt when another died, there is no record
+        is_finite = np.isfinite(np.concatenate(ends[0]["weights"])).all()
+        return "" if is_finite else "the weights are not finite", members
+    expected = _weights(members, way)
     pairs = zip(ends[0]["weights"], expected, strict=True)
     far = max(np.abs(np.array(mine) - each.ravel()).max() for mine, each in pairs)
-    # Rounding in float32 makes some 1e-6; a batch that is left out or comes twice, 1e-2.
-    return f"the weights differ by up to {far:.3g} from those of one process" if far > 1e-5 else ""
+    # Rounding in float32 makes some 1e-6; a batch that is left out or comes twice, 1e-3.
+    return f"the weights differ by up to {far:.3g} from those of one process" if far > 2e-5 else "", members
 
 
-def _weights(members: list[list[int]], late: bool) -> list[Any]:
+def _weights(members: list[list[int]], way: str) -> list[Any]:
     """Return what these steps make of the weights in one process, in float64.
 
     Args:
         members: the first numbers of the ranks that have made each step.
-        late: whether a step applies the average of the one before.
+        way: what makes them; a step of "torch-late" applies the average of the one before.
     """
+    rate, momentum = (toy.RATE, 0.0) if way == "toy" else (program.RATE, program.MOMENTUM)
+    late = way == "torch-late"
     weights = [each.astype(float) for each in program.beginning()]
     velocities, waiting = [np.zeros_like(each) for each in weights], []
     for step, ranks in enumerate(members):
@@ -164,8 +224,8 @@ def _weights(members: list[list[int]], late: bool) -> list[Any]:
         waiting.append([np.mean(each, axis=0) for each in zip(*gradients, strict=True)])
         while len(waiting) > (late and step < len(members) - 1):
             averages = waiting.pop(0)
-            velocities = [program.MOMENTUM * old + new for old, new in zip(velocities, averages, strict=True)]
-            weights = [each - program.RATE * old for each, old in zip(weights, velocities, strict=True)]
+            velocities = [momentum * old + new for old, new in zip(velocities, averages, strict=True)]
+            weights = [each - rate * old for each, old in zip(weights, velocities, strict=True)]
     return weights
 
 

@@ -3,7 +3,7 @@
     python tests/jobs/soak.py --kills 200 --ranks 8
 
 When two ranks are left, the next death ends the job, and `ringreduce run` begins it again, with all its ranks, from the
-last commit on disk. In the end, the steps that count are done again in one process, as for `tests/jobs/faults.py`.
+last commit on disk. In the end, the steps that count are done again in one process, as for `elastic_trainings.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import faults
+from elastic_trainings import compare, left_behind
 
 PROGRAM = Path(__file__).with_name("programs") / "soak.py"
 LEAST = 2
@@ -73,14 +73,14 @@ def run(kills: int, ranks: int, seed: int) -> Soak:
     finally:
         job.kill()
         job.wait()
-    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in faults.whole_lines(path)]
-    wrong = _wrong(killed, kills, code, folder, lines)
-    growth, descriptors = _growth([each for each in lines if "descriptors" in each])
+    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in _whole_lines(path)]
+    wrong, steps = _wrong(killed, kills, code, folder)
+    growth, descriptors = _growth(lines)
     done = Soak(
         f"{wrong}; what the ranks have written down is in {folder}" if wrong else "",
         killed,
         max((each["restart"] for each in lines), default=0),
-        max((len(each["attempts"]) for each in lines if "done" in each), default=0),
+        steps,
         growth,
         descriptors,
         time.monotonic() - begin,
@@ -117,14 +117,18 @@ def _ready(folder: Path, dead: set[str]) -> list[str]:
     return sorted(each.name for each in alive) if set(said) == {str(len(alive))} else []
 
 
-def _wrong(killed: int, kills: int, code: int | None, folder: Path, lines: list[dict[str, Any]]) -> str:
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file but what a rank was writing when it died."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _wrong(killed: int, kills: int, code: int | None, folder: Path) -> tuple[str, int]:
+    """Return what is wrong, and how many steps count."""
     if killed < kills or code is None:
-        return f"after {killed} kills the job has ended with {code}" if code is not None else "the job does not end"
-    return (
-        faults.left_behind(folder)
-        or (f"the job ended with {code}" if code else "")
-        or faults.check(lines, len([each for each in lines if "done" in each]))
-    )
+        ended = f"after {killed} kills the job has ended with {code}" if code is not None else "the job does not end"
+        return ended, 0
+    wrong, members = compare(folder, len([*folder.glob("end-*.json")]), "toy")
+    return left_behind(folder) or (f"the job ended with {code}" if code else "") or wrong, len(members)
 
 
 def _growth(lines: list[dict[str, Any]]) -> tuple[float, tuple[int, int]]:
@@ -151,7 +155,7 @@ def main() -> int:
     first, last = done.descriptors
     print(f"each death takes {done.growth_nbytes / 2**20:.2f} MiB of the memory of a rank that survives it")
     print(f"descriptors: {first} after the first death that a rank has survived, {last} after the last")
-    print(done.wrong or "the weights are those of the steps that count, and each epoch has had every row")
+    print(done.wrong or "the weights are those of the steps that count")
     return int(bool(done.wrong))
 
 

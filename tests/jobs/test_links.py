@@ -12,6 +12,8 @@ from pathlib import Path
 import faults
 import pytest
 import test_growth
+from elastic_trainings import run as run_training
+from elastic_trainings import settings_of_hosts
 from launching import needs
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "cluster"
@@ -153,13 +155,12 @@ def test_a_job_that_does_not_end_is_ended() -> None:
     assert "killed" in done.stderr
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "exit"])
+@pytest.mark.parametrize("how", ["SIGKILL", "os._exit"])
 @pytest.mark.parametrize("where", ["backward", "share"])
 def test_the_others_go_on_without_a_rank_of_another_host(how: str, where: str) -> None:
     """A death on the host that mpirun is not on: `ringreduce run` with hosts, and elastic training between them."""
-    _, wrong = faults.run(
-        faults.Cell((f"{faults.RANKS - 1}@{faults.STEP}:{where}:{how}",), faults.HOSTS, every=4), NAME
-    )
+    death = f"{faults.RANKS - 1}@{faults.STEP}:{where}:{how}"
+    _, wrong = run_training(faults.cell("two hosts", death, copy=4), NAME)
     assert not wrong
 
 
@@ -167,7 +168,7 @@ def test_a_job_grows_and_replaces_its_dead_between_hosts(tmp_path: Path) -> None
     """What the launcher says reaches ranks of another host, and what is said of a death there reaches the launcher."""
     here, there = f"{NAME}-host0", f"{NAME}-host1"
     before = (sys.executable, str(SCRIPT), "--name", NAME, "exec", "0")
-    settings = {**faults.settings_of_hosts(NAME), "HOSTS_THEN": f"{here}:1\n{there}:2\n"}
+    settings = {**settings_of_hosts(NAME), "HOSTS_THEN": f"{here}:1\n{there}:2\n"}
     script = test_growth.script_in(tmp_path, f"{here}:1\n{there}:1\n")
     arguments = ["-np", 2, "--max-np", 3, "--host-discovery-script", script]
     grown = test_growth.run(tmp_path, arguments, "more slots", 3, before=before, **settings)
