@@ -223,11 +223,28 @@ def no_world() -> Iterator[None]:
 
 
 @pytest.fixture
-def checked(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def begin_world(no_world: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Called with settings, as in ``CHECK="2"``: begins a world that has them."""
+
+    def begin(**settings: str) -> None:
+        for name, value in settings.items():
+            monkeypatch.setenv(f"RINGREDUCE_{name}", value)
+        rr.init()
+
+    return begin
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
+    """Called with words: returns the warnings of the library that have them."""
+    caplog.set_level("WARNING", logger="ringreduce")
+    return lambda words: [text for each in caplog.records if words in (text := each.getMessage())]
+
+
+@pytest.fixture
+def checked(begin_world: Callable[..., None]) -> None:
     """A world in which weights are compared every second step, and gradients looked at in each."""
-    monkeypatch.setenv("RINGREDUCE_CHECK", "2")
-    monkeypatch.setenv("RINGREDUCE_CHECK_FINITE", "1")
-    rr.init()
+    begin_world(CHECK="2", CHECK_FINITE="1")
 
 
 @pytest.fixture
@@ -254,12 +271,23 @@ def nodes_of_two(nodes_of: Callable[[int], None]) -> None:
     nodes_of(2)
 
 
+@pytest.fixture(params=[None, 1], ids=["one node", "nodes of one"])
+def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
+    """A world of one node, and of nodes of one rank."""
+    nodes_of(request.param)
+
+
 @pytest.fixture
-def nodes_in_order(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def nodes_in_order(begin_world: Callable[..., None]) -> None:
     """A world in which every rank is a node, and reductions add in the order of ranks."""
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "1")
-    monkeypatch.setenv("RINGREDUCE_DETERMINISTIC", "1")
-    rr.init()
+    begin_world(NODE_SIZE="1", DETERMINISTIC="1")
+
+
+@pytest.fixture(params=["chain_rule", "horovod"])
+def by_horovod(request: pytest.FixtureRequest, begin_world: Callable[..., None]) -> bool:
+    """Begins a world of either conventions; whether they are Horovod's."""
+    begin_world(CONVENTIONS=request.param)
+    return bool(request.param == "horovod")
 
 
 @pytest.fixture

@@ -84,18 +84,13 @@ def test_what_is_no_number_names_gradient_and_rank(checked: None, wrong: float) 
     toy.step()
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if "train on the same data" in each.getMessage()]
-
-
 @pytest.mark.spread("differ_in")
 @pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"reduce_in": "backward"}, {"passes": 2}], ids=str)
 def test_ranks_that_train_on_the_same_data_are_told(
-    options: dict[str, Any], differ_in: int | None, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], differ_in: int | None, warned: Any
 ) -> None:
     """Rank 0 warns once if the gradients of all ranks were equal in each of the first three steps."""
-    caplog.set_level("WARNING", logger="ringreduce")
     toy = Toy(ZEROS, bucket_nbytes=8, **options)
     for step in range(6):
         toy.zero_grad()
@@ -103,13 +98,12 @@ def test_ranks_that_train_on_the_same_data_are_told(
             toy.backward(X + (rr.rank() if step == differ_in else 0), Y)
         toy.step()
     warns = rr.size() > 1 and rr.rank() == 0 and differ_in in (None, 3)
-    assert len(told(caplog)) == warns
+    assert len(warned("train on the same data")) == warns
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_a_rank_without_gradients_has_other_data(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_without_gradients_has_other_data(warned: Any) -> None:
     """A rank that left out a parameter, or that has joined, did not compute the same as the others."""
-    caplog.set_level("WARNING", logger="ringreduce")
     toy = Toy(ZEROS)
     for step in range(4):
         toy.zero_grad()
@@ -121,18 +115,12 @@ def test_a_rank_without_gradients_has_other_data(caplog: pytest.LogCaptureFixtur
         other.backward(X, Y)
         other.step()
     join()
-    assert not told(caplog)
+    assert not warned("train on the same data")
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_the_same_data_may_be_meant(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_data_may_be_meant(begin_world: Any, warned: Any) -> None:
     """A setting turns the comparison off."""
-    caplog.set_level("WARNING", logger="ringreduce")
-    rr.shutdown()
-    with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_CHECK_DATA", "0")
-        rr.init()
-        trained(4)
-        rr.shutdown()
-    rr.init()
-    assert not told(caplog)
+    begin_world(CHECK_DATA="0")
+    trained(4)
+    assert not warned("train on the same data")

@@ -18,14 +18,6 @@ torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
 
-@pytest.fixture(params=["chain_rule", "horovod"])
-def by_horovod(request: pytest.FixtureRequest, no_world: None, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Start a world of either kind; say whether it is Horovod's."""
-    monkeypatch.setenv("RINGREDUCE_CONVENTIONS", request.param)
-    rr.init()
-    return bool(request.param == "horovod")
-
-
 @pytest.fixture
 def members(by_horovod: bool, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A process set: all ranks, or all but rank 0."""

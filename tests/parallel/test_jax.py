@@ -245,10 +245,9 @@ BUCKETS = [68_751, 5, 125_001, 1, 43_750, 43_750, 68_750, 3]
 
 
 @pytest.fixture
-def small_buckets(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(begin_world: Callable[..., None]) -> None:
     """A world in which a compiled program reduces 192 KiB at a time; gradients of a step 256 KiB."""
-    monkeypatch.setenv("RINGREDUCE_BUCKET", "128K")
-    rr.init()
+    begin_world(BUCKET="128K")
 
 
 def test_large_trees_are_reduced_in_buckets(small_buckets: None) -> None:

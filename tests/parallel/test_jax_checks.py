@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,26 +41,15 @@ def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 
 
 @pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_buckets(begin_world: Callable[..., None]) -> None:
     """A world in which a compiled program reduces each array by itself."""
-    yield from world(monkeypatch, RINGREDUCE_BUCKET="4")
+    begin_world(BUCKET="4")
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def checked(begin_world: Callable[..., None]) -> None:
     """The same, in which weights are compared every second step, and gradients looked at in each."""
-    yield from world(monkeypatch, RINGREDUCE_BUCKET="4", RINGREDUCE_CHECK="2", RINGREDUCE_CHECK_FINITE="1")
-
-
-def world(monkeypatch: pytest.MonkeyPatch, **settings: str) -> Iterator[None]:
-    rr.shutdown()
-    with monkeypatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name, value)
-        rr.init()
-        yield
-        rr.shutdown()
-    rr.init()
+    begin_world(BUCKET="4", CHECK="2", CHECK_FINITE="1")
 
 
 def train(
@@ -96,10 +85,6 @@ def train(
     return trained
 
 
-def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
-    return [each.getMessage() for each in caplog.records if words in each.getMessage()]
-
-
 def raised(function: Callable[[], Any]) -> BaseException:
     """Return our error."""
     with pytest.raises(Exception) as error:  # noqa: PT011  # JAX raises its own, with ours
@@ -110,16 +95,13 @@ def raised(function: Callable[[], Any]) -> BaseException:
 @pytest.mark.smoke
 @several
 @pytest.mark.parametrize("way", WAYS)
-def test_rank_0_warns_if_the_ranks_begin_with_different_weights(
-    called: Any, way: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rank_0_warns_if_the_ranks_begin_with_different_weights(called: Any, way: str, warned: Any) -> None:
     """Once, before the first step, in the words of JAX; nothing is said if weights are equal, or none are given."""
-    caplog.set_level("WARNING", logger="ringreduce")
     train(called, begin=1.0, **WAYS[way])
     train(called, begin=1.0 + RANK, params=False, **WAYS[way])
-    assert not said(caplog, "different weights")
+    assert not warned("different weights")
     train(called, begin=1.0 + RANK, **WAYS[way])
-    found = said(caplog, "begin with different weights (['a'] for one)")
+    found = warned("begin with different weights (['a'] for one)")
     assert len(found) == (RANK == 0)
     assert all("params = broadcast_parameters(params, root_rank=0)" in each for each in found)
 
@@ -158,22 +140,20 @@ def test_arguments_of_the_update_agree(called: Any, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
 def test_ranks_that_train_on_the_same_data_are_told(
-    small_buckets: None, called: Any, way: str, differ_in: int | None, caplog: pytest.LogCaptureFixture
+    small_buckets: None, called: Any, way: str, differ_in: int | None, warned: Any
 ) -> None:
     """Rank 0 warns once if all gradients were equal in each of the first three steps, and names what divides data."""
-    caplog.set_level("WARNING", logger="ringreduce")
     train(called, data=lambda step: float(step + (RANK if step == differ_in else 0)), **WAYS[way])
-    found = said(caplog, "train on the same data")
+    found = warned("train on the same data")
     assert len(found) == (RANK == 0 and differ_in in (None, 3))
     assert all("x[rank()::size()]" in each and "DataLoader" not in each for each in found)
 
 
 @several
 def test_gradients_that_are_equal_in_a_part_alone_are_of_different_data(
-    small_buckets: None, called: Any, caplog: pytest.LogCaptureFixture
+    small_buckets: None, called: Any, warned: Any
 ) -> None:
     """As of frozen arrays, which have zeros on all ranks; each array is a part of its own here."""
-    caplog.set_level("WARNING", logger="ringreduce")
     tx = rj.DistributedGradientTransformation(optax.sgd(1.0))
     for differing in ("a", "b", "c"):
         params = {name: jnp.zeros(5) for name in ("a", "b", "c")}
@@ -181,7 +161,7 @@ def test_gradients_that_are_equal_in_a_part_alone_are_of_different_data(
         step = called(lambda grads, state, params, tx=tx: tx.update(grads, state, params))
         for _ in range(4):
             step({name: jnp.full(5, float(RANK * (name == differing))) for name in params}, state, params)
-    assert not said(caplog, "train on the same data")
+    assert not warned("train on the same data")
 
 
 @several
@@ -218,10 +198,9 @@ def test_what_is_no_number_names_gradient_and_rank(checked: None, called: Any, w
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a chain"])
 def test_rates_that_differ_between_ranks_are_told(
-    small_buckets: None, called: Any, way: str, nested: bool, caplog: pytest.LogCaptureFixture
+    small_buckets: None, called: Any, way: str, nested: bool, warned: Any
 ) -> None:
     """Those of `optax.inject_hyperparams`: rank 0 warns once; in steps 1, 2, 4, 8, with staleness in the first."""
-    caplog.set_level("WARNING", logger="ringreduce")
 
     def make() -> Any:
         inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=0.25)
@@ -231,7 +210,7 @@ def test_rates_that_differ_between_ranks_are_told(
     samples = options.pop("samples", None)
     extra = {} if samples is None else {"samples": samples}
     for other in (0.0, 0.125 * (RANK == 1)):
-        assert not said(caplog, "hyper-parameters")
+        assert not warned("hyper-parameters")
         tx, params = rj.DistributedGradientTransformation(make(), **options), {"a": jnp.ones(3), "b": jnp.ones((2, 5))}
         state = tx.init(params)
         step = called(lambda grads, state, params, tx=tx: tx.update(grads, state, params, **extra))
@@ -242,7 +221,7 @@ def test_rates_that_differ_between_ranks_are_told(
                 injected.hyperparams["learning_rate"] = jnp.float32(0.5 + other)
             grads = {"a": jnp.full(3, float(RANK + number)), "b": jnp.full((2, 5), 1.0)}
             _, state = step(grads, state, params)
-    found = said(caplog, "hyper-parameters")
+    found = warned("hyper-parameters")
     assert len(found) == (RANK == 0)
     others = "rank 0" if SIZE == 2 else f"ranks 0, 2{'-3' * (SIZE == 4)}"
     assert all(f"learning_rate is 0.5 on {others}, 0.625 on rank 1. All ranks" in each for each in found)
@@ -272,11 +251,8 @@ class Held(NamedTuple):
     ],
     ids=["no inner state", "an array", "nothing"],
 )
-def test_a_state_of_a_program_may_have_hyper_parameters(
-    called: Any, state_of: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_of_a_program_may_have_hyper_parameters(called: Any, state_of: Any, warned: Any) -> None:
     """It is updated as any state, and the `optax.inject_hyperparams` within it is found."""
-    caplog.set_level("WARNING", logger="ringreduce")
     inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5 + 0.125 * RANK)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -290,7 +266,7 @@ def test_a_state_of_a_program_may_have_hyper_parameters(
     step = called(lambda grads, state: tx.update(grads, state, grads))
     updates, _ = step(grads, tx.init(grads))
     np.testing.assert_allclose(updates, np.full(3, -(SIZE - 1) / 2 * (0.5 + 0.125 * RANK)), rtol=1e-6)
-    found = said(caplog, "hyper-parameters")
+    found = warned("hyper-parameters")
     assert len(found) == (RANK == 0)
     assert all("learning_rate is 0.5 on rank 0" in each for each in found)
 
@@ -352,7 +328,7 @@ def test_a_program_that_makes_transformations_for_ever_does_not_grow(called: Any
 
 
 @several
-def test_a_transformation_that_is_made_in_a_trace_does_not_grow(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transformation_that_is_made_in_a_trace_does_not_grow(warned: Any) -> None:
     """However often it is traced anew; its steps go on, and are not compared from the beginning."""
 
     def step(number: int, grads: Any) -> Any:

@@ -631,10 +631,9 @@ class Uncounted(keras.Model):  # type: ignore[misc,name-defined]
         return [each for each in super().metrics if each.name != "loss"]
 
 
-def test_horovods_averages_are_those_of_the_ranks(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovods_averages_are_those_of_the_ranks(begin_world: Any) -> None:
     """Where the conventions are Horovod's, unless the program asks for others."""
-    monkeypatch.setenv("RINGREDUCE_CONVENTIONS", "horovod")
-    rr.init()
+    begin_world(CONVENTIONS="horovod")
     model = model_of(100)
     logs = unequal_metrics(model, validated=False)
     means = [metrics_of(model, [rank], 8) for rank in range(SIZE)]

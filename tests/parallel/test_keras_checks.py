@@ -86,48 +86,41 @@ def train(
     return model
 
 
-def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
-    return [each.getMessage() for each in caplog.records if words in each.getMessage()]
-
-
 @several
 @pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.smoke), *list(WAYS)[1:]])
-def test_rank_0_warns_if_the_ranks_begin_with_different_weights(way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_warns_if_the_ranks_begin_with_different_weights(way: str, warned: Any) -> None:
     """Once, in the words of Keras; not if they were broadcast, nor of the weights of local layers."""
-    caplog.set_level("WARNING", logger="ringreduce")
     train(way, begin=RANK, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     if way != "scaled":  # losses are not scaled where some variables are local
         train(way, begin=RANK, local=("a", "b"))
-    assert not said(caplog, "different weights")
+    assert not warned("different weights")
     train(way, begin=RANK)
-    found = said(caplog, "begin with different weights")
+    found = warned("begin with different weights")
     assert len(found) == (RANK == 0)
     assert all("BroadcastGlobalVariablesCallback(0)" in each for each in found)
 
 
 @several
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_train_on_the_same_data_are_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_train_on_the_same_data_are_told(way: str, warned: Any) -> None:
     """Rank 0 warns once, and names what divides data in Keras; not if data are different."""
-    caplog.set_level("WARNING", logger="ringreduce")
     train(way, data=RANK)
-    assert not said(caplog, "train on the same data")
+    assert not warned("train on the same data")
     train(way, data=1)
-    found = said(caplog, "train on the same data")
+    found = warned("train on the same data")
     assert len(found) == (RANK == 0)
     assert all("keras.utils.PyDataset" in each and "DataLoader" not in each for each in found)
 
 
 @several
 @pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.smoke), "in passes", "scaled"])
-def test_rates_that_differ_between_ranks_are_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_rates_that_differ_between_ranks_are_told(way: str, warned: Any) -> None:
     """Rank 0 warns once: names, values, ranks and what helps. Ranks compare theirs in steps 2, 4, 8 and so on."""
-    caplog.set_level("WARNING", logger="ringreduce")
     for own in (False, True):
-        assert not said(caplog, "hyper-parameters")
+        assert not warned("hyper-parameters")
         rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.5 ** (epoch + own * epoch * (RANK == 1)))  # noqa: B023
         train(way, callbacks=[rates], epochs=3)
-    found = said(caplog, "hyper-parameters")
+    found = warned("hyper-parameters")
     assert len(found) == (RANK == 0)
     others = "rank 0" if SIZE == 2 else f"ranks 0, 2{'-3' * (SIZE == 4)}"
     assert all(f"learning_rate is 0.5 on {others}, 0.25 on rank 1." in each for each in found)
@@ -135,15 +128,14 @@ def test_rates_that_differ_between_ranks_are_told(way: str, caplog: pytest.LogCa
 
 
 @several
-def test_a_schedule_behind_averaged_metrics_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_behind_averaged_metrics_is_the_same_on_all_ranks(warned: Any) -> None:
     """ReduceLROnPlateau on losses of different data: the rates are equal, and nobody warns."""
-    caplog.set_level("WARNING", logger="ringreduce")
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=10.0)
     model = train("plain", callbacks=[plateau], epochs=4)
     rates = rr.allgather_object(float(model.optimizer.learning_rate))
     assert rates == [rates[0]] * SIZE
     assert rates[0] < 0.01
-    assert not said(caplog, "hyper-parameters")
+    assert not warned("hyper-parameters")
 
 
 @several
@@ -183,14 +175,13 @@ def test_a_schedule_behind_averaged_metrics_is_the_same_on_all_ranks(caplog: pyt
         "names",
     ],
 )
-def test_any_argument_of_an_optimizer_counts(way: str, make: Any, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_argument_of_an_optimizer_counts(way: str, make: Any, text: str, warned: Any) -> None:
     """Those of its constructor and of a schedule's, but names; with staleness they are compared in the first step.
 
     Values of schedules and functions do not count.
     """
-    caplog.set_level("WARNING", logger="ringreduce")
     train(way, make=make)
-    found = said(caplog, "hyper-parameters")
+    found = warned("hyper-parameters")
     assert len(found) == (RANK == 0 and text != "")
     assert all(text in each for each in found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -94,15 +94,10 @@ def test_objects_stay_in_their_process_set(world: rr.Communicator) -> None:
 
 
 @pytest.fixture
-def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def limited(begin_world: Callable[..., None]) -> int:
     """A world in which objects may have so many bytes."""
-    rr.shutdown()
-    with monkeypatch.context() as patch:
-        patch.setenv("RINGREDUCE_OBJECT_LIMIT", "1M")
-        rr.init()
-        yield 1 << 20
-        rr.shutdown()
-    rr.init()
+    begin_world(OBJECT_LIMIT="1M")
+    return 1 << 20
 
 
 @pytest.mark.parametrize("kind", ["in the pickle", "beside it"])

@@ -101,17 +101,16 @@ def test_samples_draw_the_same_numbers_in_any_worker() -> None:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_checkpoint_within_an_epoch_that_keeps_no_place_is_told(
-    keeps: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    keeps: bool, tmp_path: Path, warned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, by rank 0; not if a number in it says how far the epoch is."""
     monkeypatch.setattr(resumable, "_told", set())
-    caplog.set_level("WARNING", logger="ringreduce")
     path = hvd.broadcast_object(str(tmp_path))
     for number, _ in enumerate(DataLoader(numbers(9))):
         if number in (3, 5):
             hvd.save_checkpoint(f"{path}/c.pt", epoch=7, **({"batch": number} if keeps else {}))
     hvd.save_checkpoint(f"{path}/c.pt", epoch=7)
-    found = [each.getMessage() for each in caplog.records if "keeps no place in it" in each.getMessage()]
+    found = warned("keeps no place in it")
     assert len(found) == (hvd.rank() == 0 and not keeps)
     assert all("has given 4 batches" in each for each in found)
 
@@ -130,43 +129,6 @@ def test_a_loader_that_another_number_of_ranks_has_saved_is_refused(tmp_path: Pa
     hvd.barrier()
     with pytest.raises(rr.ConfigError, match=r"in the middle of epoch 0, which \d ranks had begun"):
         hvd.load_checkpoint(path, loader=loader)
-
-
-def left(loader: Any, batches: int, make: Any) -> list[Any]:
-    """Return what a new loader gives after some batches of another one, up to the end of the next epoch."""
-    given = iter(loader)
-    for _ in range(batches):
-        next(given)
-    new = make()
-    new.load_state_dict(loader.state_dict())
-    return [[each.tolist() for each in new] for _ in range(2)]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda data: DataLoader(
-            data, batch_sampler=torch.utils.data.BatchSampler(hvd.DistributedSampler(data), 3, False)
-        ),
-        lambda data: DataLoader(data, sampler=hvd.DistributedSampler(data, batch_size=3), batch_size=None),
-        lambda data: DataLoader(data, 3, shuffle=True, generator=torch.Generator().manual_seed(3)),
-        lambda data: DataLoader(
-            data, 3, shuffle=True, generator=torch.Generator().manual_seed(3), num_workers=1, persistent_workers=True
-        ),
-    ],
-    ids=["batches of a share", "share in batches", "generator", "generator, persistent"],
-)
-@pytest.mark.parametrize("batches", [1, 2])
-def test_a_new_loader_gives_what_the_other_one_would_have(make: Any, batches: int) -> None:
-    """Whatever makes the batches, within an epoch and in the next one."""
-    data = torch.arange(23 - 23 % hvd.size())
-    torch.manual_seed(1)
-    whole = hvd.ResumableLoader(make(data))
-    expected = [[each.tolist() for each in whole] for _ in range(2)]
-    torch.manual_seed(1)
-    found = left(hvd.ResumableLoader(make(data)), batches, lambda: hvd.ResumableLoader(make(data)))
-    assert found[0] == expected[0][batches:]
-    assert len(found[1]) == len(expected[1])
 
 
 def test_generators_go_on_between_epochs() -> None:
@@ -222,12 +184,11 @@ class Places:
 
 @pytest.mark.parametrize("older", [False, True])
 def test_every_rank_has_its_own_place_in_a_commit(
-    older: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    older: bool, tmp_path: Path, warned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has rank 0's alone, as commits had, is none: all ranks begin an epoch, and rank 0 says so."""
     from ringreduce.torch.elastic import state as states
 
-    caplog.set_level("WARNING", logger="ringreduce")
     folder = hvd.broadcast_object(str(tmp_path))
     with monkeypatch.context() as patch:
         if older:
@@ -242,5 +203,4 @@ def test_every_rank_has_its_own_place_in_a_commit(
     again = hvd.elastic.TorchState(loader=Places(), epoch=0)
     assert again.keep_on_disk(folder) is not None
     assert (again.epoch, again.loader.place) == (3, 0 if older else 4 + hvd.rank())
-    found = [each for each in caplog.records if "keeps no place of loader" in each.getMessage()]
-    assert len(found) == (older and hvd.rank() == 0)
+    assert len(warned("keeps no place of loader")) == (older and hvd.rank() == 0)

@@ -69,15 +69,10 @@ def train(
     return dense, table
 
 
-def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
-    return [each.getMessage() for each in caplog.records if words in each.getMessage()]
-
-
 @pytest.mark.smoke
 @several
-def test_rank_0_warns_if_the_ranks_begin_with_different_weights(called: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_warns_if_the_ranks_begin_with_different_weights(called: Any, warned: Any) -> None:
     """Once, in the words of TensorFlow; not where programs broadcast after the first step, as Horovod's examples do."""
-    caplog.set_level("WARNING", logger="ringreduce")
 
     def broadcast(step: int, dense: Any, table: Any) -> None:
         if step == 0:
@@ -86,20 +81,19 @@ def test_rank_0_warns_if_the_ranks_begin_with_different_weights(called: Any, cap
     train(called, begin=1.0 + RANK, after=broadcast)
     train(called, begin=1.0 + RANK, local=True)
     train(called, begin=1.0)
-    assert not said(caplog, "different weights")
+    assert not warned("different weights")
     train(called, begin=1.0 + RANK)
-    found = said(caplog, "begin with different weights (dense:0 for one)")
+    found = warned("begin with different weights (dense:0 for one)")
     assert len(found) == (RANK == 0)
     assert all("broadcast_variables(model.variables, root_rank=0)" in each for each in found)
 
 
 @several
 @pytest.mark.parametrize("way", ["tape", "optimizer"])
-def test_weights_in_sessions_are_compared(way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_in_sessions_are_compared(way: str, warned: Any) -> None:
     """As in functions: a warning if no broadcast came before the second step, by either interface."""
-    caplog.set_level("WARNING", logger="ringreduce")
     for begin in (1.0, 1.0 + RANK):
-        assert not said(caplog, "different weights")
+        assert not warned("different weights")
         with tf.Graph().as_default(), v1.Session() as session:
             weights = v1.get_variable("weights", initializer=np.full((3, 2), begin, np.float32), use_resource=True)
             x = v1.placeholder(tf.float32, ())
@@ -115,42 +109,37 @@ def test_weights_in_sessions_are_compared(way: str, caplog: pytest.LogCaptureFix
             session.run(v1.global_variables_initializer())
             for number in range(4):
                 session.run(step, {x: RANK + number})
-    assert len(said(caplog, "begin with different weights (weights:0 for one)")) == (RANK == 0)
+    assert len(warned("begin with different weights (weights:0 for one)")) == (RANK == 0)
 
 
 @several
 @pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
-def test_ranks_that_train_on_the_same_data_are_told(
-    called: Any, differ_in: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_that_train_on_the_same_data_are_told(called: Any, differ_in: int | None, warned: Any) -> None:
     """Rank 0 warns once if all gradients were equal in each of the first three steps, and names what divides data."""
-    caplog.set_level("WARNING", logger="ringreduce")
     train(called, data=lambda step: float(step + (RANK if step == differ_in else 0)))
-    found = said(caplog, "train on the same data")
+    found = warned("train on the same data")
     assert len(found) == (RANK == 0 and differ_in in (None, 3))
     assert all("shard(size(), rank()) of a tf.data.Dataset" in each and "DataLoader" not in each for each in found)
 
 
 @several
-def test_sparse_gradients_alone_show_whether_data_differ(caplog: pytest.LogCaptureFixture) -> None:
+def test_sparse_gradients_alone_show_whether_data_differ(warned: Any) -> None:
     """A model of embeddings: its gradients count, though they are gathered."""
-    caplog.set_level("WARNING", logger="ringreduce")
     for same, warnings in ((False, 0), (True, int(RANK == 0))):
         table = tf.Variable(tf.zeros((5, 2 + same)))
         for _ in range(4):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.gather(table, [1, 3])) * (1.0 if same else 1.0 + RANK)
             hvd.DistributedGradientTape(tape, op=hvd.Sum if same else hvd.Average).gradient(loss, [table])
-        assert len(said(caplog, "train on the same data")) == warnings
+        assert len(warned("train on the same data")) == warnings
 
 
 @several
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_rates_that_differ_between_ranks_are_told(called: Any, sparse: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_rates_that_differ_between_ranks_are_told(called: Any, sparse: bool, warned: Any) -> None:
     """Of optimizers of Keras: rank 0 warns once, in step 2, 4, 8 or so on."""
-    caplog.set_level("WARNING", logger="ringreduce")
     for other in (0.5, 0.5 - 0.25 * (RANK == 1)):
-        assert not said(caplog, "hyper-parameters")
+        assert not warned("hyper-parameters")
         optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.5))
         table = tf.Variable(tf.ones((5, 2)))
         optimizer.build([table])
@@ -165,7 +154,7 @@ def test_rates_that_differ_between_ranks_are_told(called: Any, sparse: bool, cap
             if number == 5:
                 optimizer.learning_rate = other
             step(tf.constant(float(RANK + number)))
-    found = said(caplog, "hyper-parameters")
+    found = warned("hyper-parameters")
     assert len(found) == (RANK == 0)
     assert all("learning_rate is 0.5 on rank" in each and "0.25 on rank 1." in each for each in found)
 

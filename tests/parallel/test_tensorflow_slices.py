@@ -229,14 +229,6 @@ def test_rows_are_added_up_once(step: Any, dtype: str, samples: bool) -> None:
 # ---- allreduce ----
 
 
-@pytest.fixture(params=["chain_rule", "horovod"])
-def by_horovod(request: pytest.FixtureRequest, no_world: None, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Start a world of either conventions; say whether they are Horovod's."""
-    monkeypatch.setenv("RINGREDUCE_CONVENTIONS", request.param)
-    rr.init()
-    return bool(request.param == "horovod")
-
-
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int32", "uint8", "int64"])
 def test_an_allreduce_of_slices(step: Any, by_horovod: bool, dtype: str, op: Any) -> None:

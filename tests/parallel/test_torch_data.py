@@ -440,13 +440,10 @@ def test_what_is_no_checkpoint_is_refused_on_all_ranks(world: rr.Communicator, p
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("make", [hvd.DistributedSampler, hvd.elastic.ElasticSampler])
 @pytest.mark.parametrize("seeded", [False, True], ids=["each rank its own", "the same"])
-def test_a_split_that_each_rank_has_drawn_by_itself_is_told_once(
-    make: Any, seeded: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_split_that_each_rank_has_drawn_by_itself_is_told_once(make: Any, seeded: bool, warned: Any) -> None:
     """Rank 0 says so before a step; what one rank alone divides is compared with nothing."""
     rr.shutdown()
     rr.init()
-    caplog.set_level("WARNING", logger="ringreduce")
     generator = torch.Generator().manual_seed(0 if seeded else rr.rank())
     train, valid = torch.utils.data.random_split(torch.arange(40.0), [30, 10], generator=generator)
     model = torch.nn.Linear(1, 1)
@@ -459,6 +456,6 @@ def test_a_split_that_each_rank_has_drawn_by_itself_is_told_once(
             optimizer.step()
         if rr.rank() == 0:
             list(make(valid))
-    told = [each.getMessage() for each in caplog.records if "divide different samples" in each.getMessage()]
+    told = warned("divide different samples")
     assert len(told) == (rr.rank() == 0 and not seeded)
     assert all("manual_seed(0)" in each for each in told)

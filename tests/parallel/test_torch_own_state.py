@@ -59,12 +59,6 @@ class Own(torch.optim.Optimizer):
         return state["counts"]["moment"] * late + state["pair"][0] / len(state["history"])
 
 
-@pytest.fixture(params=[None, 1])
-def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
-    """A world of one node, and of nodes of one rank."""
-    nodes_of(request.param)
-
-
 def parameters() -> Parameters:
     return [torch.nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in SIZES]
 

@@ -579,11 +579,9 @@ def test_training_goes_on_in_another_world():
 
 
 @pytest.fixture(params=[1, 2])
-def nodes(no_world: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def nodes(begin_world: Callable[..., None], request: pytest.FixtureRequest) -> None:
     """A world of nodes of one and of two ranks, in which reductions add in the order of ranks."""
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", str(request.param))
-    monkeypatch.setenv("RINGREDUCE_DETERMINISTIC", "1")
-    rr.init()
+    begin_world(NODE_SIZE=str(request.param), DETERMINISTIC="1")
 
 
 @pytest.mark.spread("nodes")
@@ -702,8 +700,6 @@ def test_what_one_rank_saves_of_all_nodes(nodes: None, monkeypatch: pytest.Monke
 
 
 @pytest.mark.sizes(3)
-def test_nodes_of_unequal_size_are_refused(no_world: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
-    rr.init()
+def test_nodes_of_unequal_size_are_refused(nodes_of_two: None):
     with pytest.raises(rr.ConfigError, match="as many ranks on each node"):
         wrap_parameters(torch.optim.SGD(mlp().parameters(), lr=0.1), shard="all")

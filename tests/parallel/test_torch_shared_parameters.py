@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
 # A rank alone has its parameters for itself.
-pytestmark = [pytest.mark.sizes(2, 3, 4), pytest.mark.spread]
+pytestmark = [pytest.mark.sizes(2, 3, 4), pytest.mark.spread, pytest.mark.usefixtures("nodes")]
 
 Optimizer = Any
 
@@ -29,12 +29,6 @@ WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
     "diloco": lambda parameters: hvd.DiLoCo(torch.optim.SGD(parameters, lr=1.0), replica="rank", period=2),
     "local shard": lambda parameters: hvd.LocalSGD(torch.optim.SGD(parameters, lr=1.0), period=2, shard="node"),
 }
-
-
-@pytest.fixture(params=[None, 1], autouse=True)
-def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
-    """A world of one node, and one of nodes of one rank."""
-    nodes_of(request.param)
 
 
 @pytest.fixture(params=["node", "all"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import pickle
 import warnings
@@ -47,25 +46,22 @@ def assert_equal_on_ranks(model: Model) -> None:
 # ---- hyper-parameters ----
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if "hyper-parameters" in each.getMessage()]
-
-
 @several
-def test_rates_may_differ_between_ranks_and_a_warning_tells(caplog: pytest.LogCaptureFixture) -> None:
+def test_rates_may_differ_between_ranks_and_a_warning_tells(warned: Any) -> None:
     """A schedule that follows a rank's own loss does not end the job; rank 0 warns once: group, name, values, ranks."""
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     model, _, optimizer = build()
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for step in range(9):
         backward(model)
         optimizer.step()
-        assert len(told(caplog)) == (1 if rr.rank() == 0 and step >= 3 else 0), "compared in steps 1, 2, 4, 8"
+        assert len(warned("hyper-parameters")) == (1 if rr.rank() == 0 and step >= 3 else 0), (
+            "compared in steps 1, 2, 4, 8"
+        )
         if step == 1:
             schedule.step(1.0)
             schedule.step(2.0 if rr.rank() == 1 else 0.5)
     if rr.rank() == 0:
-        (message,) = told(caplog)
+        (message,) = warned("hyper-parameters")
         others = "rank 0" if rr.size() == 2 else f"ranks 0, 2{'-3' * (rr.size() == 4)}"
         assert f"lr of group 0 is 0.25 on {others}, 0.125 on rank 1" in message
 
@@ -82,46 +78,42 @@ def test_rates_may_differ_between_ranks_and_a_warning_tells(caplog: pytest.LogCa
     ],
     ids=["betas", "rates that are tensors", "weight decay", "switches"],
 )
-def test_any_number_of_a_group_counts(make: Any, key: str, different: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_number_of_a_group_counts(make: Any, key: str, different: Any, warned: Any) -> None:
     """Numbers, tuples of them, switches and tensors are compared by their values."""
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     for differ in (False, True):
         model, inner, optimizer = build(make)
         if differ and rr.rank() == 1:
             inner.param_groups[0][key] = different
         backward(model)
         optimizer.step()
-        assert len(told(caplog)) == (1 if differ and rr.rank() == 0 else 0)
-    assert rr.rank() or f"{key} of group 0" in told(caplog)[0]
+        assert len(warned("hyper-parameters")) == (1 if differ and rr.rank() == 0 else 0)
+    assert rr.rank() or f"{key} of group 0" in warned("hyper-parameters")[0]
 
 
 @several
-def test_the_class_of_the_optimizer_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_class_of_the_optimizer_counts(warned: Any) -> None:
     """Ranks that step in different ways are told so."""
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     make = torch.optim.Adam if rr.rank() else torch.optim.AdamW
     model, _, optimizer = build(lambda parameters: make(parameters, lr=0.1, weight_decay=0.0))
     backward(model)
     optimizer.step()
-    assert rr.rank() or "the optimizer is AdamW on rank 0, Adam on rank" in told(caplog)[0]
+    assert rr.rank() or "the optimizer is AdamW on rank 0, Adam on rank" in warned("hyper-parameters")[0]
 
 
-def test_other_things_in_groups_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_things_in_groups_are_not_compared(warned: Any) -> None:
     """Objects, sets and what a program keeps in a group for itself differ from rank to rank, and nobody minds."""
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     model, inner, optimizer = build()
     inner.param_groups[0].update(owner=object(), tags={str(rr.rank()), "b", "c"}, number=rr.rank())
     for _ in range(3):
         backward(model)
         optimizer.step()
-    assert told(caplog) == []
+    assert warned("hyper-parameters") == []
     assert_equal_on_ranks(model)
 
 
 @several
-def test_ranks_that_have_joined_have_no_say_in_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_have_joined_have_no_say_in_it(warned: Any) -> None:
     """What a rank without data has in its groups is no difference."""
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     model, inner, optimizer = build()
     if rr.rank() == rr.size() - 1:
         inner.param_groups[0]["lr"] = 17.0
@@ -130,7 +122,7 @@ def test_ranks_that_have_joined_have_no_say_in_it(caplog: pytest.LogCaptureFixtu
             backward(model)
             optimizer.step()
     hvd.join()
-    assert told(caplog) == []
+    assert warned("hyper-parameters") == []
 
 
 def scaled_steps(scaler: Any, count: int, *, clips: bool = False) -> Model:
@@ -171,9 +163,8 @@ def test_a_scaler_that_one_rank_lacks_is_refused() -> None:
 
 
 @several
-def test_weights_that_one_rank_changes_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_one_rank_changes_are_told_once(warned: Any) -> None:
     """On one node, too, where nothing is reduced before the step: before steps 4, 8, 16 and so on."""
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     model, _, optimizer = build()
     for step in range(17):
         if step == 2 and rr.rank() == 1:
@@ -181,18 +172,17 @@ def test_weights_that_one_rank_changes_are_told_once(caplog: pytest.LogCaptureFi
                 model[0].weight.add_(1.0)
         backward(model)
         optimizer.step()
-        said = [each.getMessage() for each in caplog.records if "different weights by now" in each.getMessage()]
+        said = warned("different weights by now")
         assert len(said) == (1 if rr.rank() == 0 and step >= 3 else 0)
 
 
 @several
 @pytest.mark.parametrize("ends", ["wrapper", "world"])
 @pytest.mark.parametrize("bad", [False, True])
-def test_weights_that_end_as_nan_are_told_once(ends: str, bad: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_end_as_nan_are_told_once(ends: str, bad: bool, warned: Any) -> None:
     """With the check that finds where it began: when the optimizer ends, or the world."""
     rr.shutdown()
     rr.init()
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     model, inner, optimizer = build()
     for step in range(3):
         backward(model)
@@ -203,7 +193,7 @@ def test_weights_that_end_as_nan_are_told_once(ends: str, bad: bool, caplog: pyt
         del optimizer
     rr.shutdown()
     rr.init()
-    said = [each.getMessage() for each in caplog.records if "ends with NaN or infinity" in each.getMessage()]
+    said = warned("ends with NaN or infinity")
     assert len(said) == (bad and rr.rank() == 0)
     assert all("RINGREDUCE_CHECK_FINITE=1" in each and "SGD over 4 parameters" in each for each in said)
     assert inner
@@ -361,26 +351,21 @@ def test_wrapped_optimizers_can_be_copied_and_saved(kind: Any) -> None:
 
 
 @pytest.fixture
-def short_limits(no_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def short_limits(begin_world: Callable[..., None]) -> None:
     """A world that warns and gives up soon."""
-    monkeypatch.setenv("RINGREDUCE_TIMEOUT", "1.5")
-    monkeypatch.setenv("RINGREDUCE_STALL_WARNING", "0.5")
-    rr.init()
+    begin_world(TIMEOUT="1.5", STALL_WARNING="0.5")
 
 
 @pytest.mark.sizes(2)
-def test_a_step_that_does_not_come_is_named_in_the_users_words(
-    short_limits: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_does_not_come_is_named_in_the_users_words(short_limits: None, warned: Any) -> None:
     """Warning and error say which optimizer it is, by its class and its parameters."""
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     model, _, optimizer = build()
     words = "the step of SGD over 4 parameters, 0.weight to 2.bias"
     if rr.rank() == 0:
         backward(model)
         with pytest.raises(rr.CollectiveTimeoutError, match=f"for rank 1 to submit {words}"):
             optimizer.step()
-        assert any(f"stalled: {words} has waited" in each.getMessage() for each in caplog.records)
+        assert warned(f"stalled: {words} has waited")
     else:
         pass  # it evaluates, or has left its loop: it does not step
 
@@ -406,11 +391,8 @@ def test_the_other_waits_of_a_step_are_named_too(short_limits: None, kind: str, 
 
 @several
 @pytest.mark.parametrize("same", [True, False])
-def test_sparse_gradients_show_whether_the_ranks_have_the_same_data(
-    same: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sparse_gradients_show_whether_the_ranks_have_the_same_data(same: bool, warned: Any) -> None:
     """A gradient of an embedding that holds other rows, or the same rows with other values, is another one."""
-    caplog.set_level(logging.WARNING, logger="ringreduce")
     for other_rows in (True, False):
         model = torch.nn.Embedding(3 * rr.size(), 2, sparse=True)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -421,9 +403,7 @@ def test_sparse_gradients_show_whether_the_ranks_have_the_same_data(
             rows = torch.tensor([1, 2]) + 3 * mine * other_rows
             (model(rows).sum() * (1 + mine * (not other_rows))).backward()
             optimizer.step()
-    assert len([each for each in caplog.records if "DistributedSampler" in each.getMessage()]) == (
-        2 if same and rr.rank() == 0 else 0
-    )
+    assert len(warned("DistributedSampler")) == (2 if same and rr.rank() == 0 else 0)
 
 
 @pytest.mark.spread

@@ -44,12 +44,6 @@ def transposed(shape: Any, value: float, dtype: Any) -> Any:
     return torch.full(shape[::-1], value, dtype=dtype).permute(tuple(range(len(shape)))[::-1])
 
 
-@pytest.fixture(params=[None, 1])
-def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
-    """A world of one node, and of nodes of one rank."""
-    nodes_of(request.param)
-
-
 class Whole(torch.optim.SGD):
     """Not known to treat each element by itself, so that no parameter is cut."""
 

@@ -488,13 +488,6 @@ def test_numbers_are_horovods_by_its_name_alone() -> None:
     assert conventions("import ringreduce.horovod, horovod.common.exceptions") == "horovod"
 
 
-def test_a_script_gets_horovods_numbers(tmp_path: Path) -> None:
-    """So does one that ``python -m ringreduce.horovod`` runs."""
-    (tmp_path / "train.py").write_text("import ringreduce as rr\nrr.init()\nprint(rr.config().conventions.value)")
-    done = python("-m", "ringreduce.horovod", "train.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "horovod\n"), done.stderr
-
-
 def test_a_world_keeps_the_conventions_it_began_with() -> None:
     """Horovod's names that come later change neither it nor those after it, and a log line says so."""
     source = """

@@ -36,165 +36,99 @@ def made_of(nblocks: int, *ranks: Sequence[Step]) -> Schedules:
 
 # ---- wrong schedules, written by hand: what is found and where it is said to be ----
 
-SEND, RECV, ADD = (Transfer(1, ZERO),), (Transfer(0, ZERO),), (Transfer(0, ZERO, reduce=True),)
+CAST, REDUCE = Collective.BROADCAST, Collective.ALLREDUCE
 
 
-def places(error: ScheduleError) -> tuple[int | None, int | None, int | None, int | None]:
-    return error.rank, error.step, error.peer, error.block
+def get(peer: int, blocks: range = ZERO) -> tuple[Transfer]:
+    return (Transfer(peer, blocks),)
 
 
-@pytest.mark.parametrize(
-    ("collective", "schedules", "where", "problem"),
-    [
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(sends=SEND)], []),
-            (0, 1, 1, 0), "past its last step", id="nobody receives",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [], [Step(recvs=RECV)]),
-            (1, 1, 0, 0), "past its last step", id="nobody sends",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE,
-            made_of(
-                1,
-                [Step(sends=SEND), Step(recvs=(Transfer(1, ZERO, reduce=True),))],
-                [Step(sends=(Transfer(0, ZERO),)), Step(recvs=ADD)],
-            ),
-            (0, 1, 1, 0), "stuck in its step 1", id="both send before they receive",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(2, [Step(sends=SEND)], [Step(recvs=(Transfer(0, ONE),))]),
-            (1, 1, 0, 1), "may differ in size", id="different blocks at both ends",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE,
-            made_of(1, [Step(sends=SEND), Step(sends=SEND)], [Step(recvs=ADD), Step(recvs=ADD)]),
-            (1, 2, 0, 0), "combines block 0 of 0, 1 with block 0 of 0", id="a term twice",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE, made_of(1, [Step(sends=SEND)], [Step(recvs=ADD)]),
-            (0, None, None, 0), "ends with block 0 of 0, not with block 0 of 0, 1", id="a term missing",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(recvs=(Transfer(1, ZERO),))], [Step(sends=(Transfer(0, ZERO),))]),
-            (1, 1, 0, 0), "nothing is yet", id="nothing to send",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE,
-            made_of(
-                1,
-                [Step(sends=SEND, recvs=(Transfer(1, ZERO, reduce=True),))],
-                [Step(sends=(Transfer(0, ZERO),), recvs=ADD)],
-            ),
-            (1, None, None, 0), "in the order (1, 0), on rank 0 in the order (0, 1)", id="different bits",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE,
-            made_of(
-                1,
-                [Step(loads=(Transfer(1, ZERO, reduce=True),)), Step(stores=SEND)],
-                [],
-                [Step(recvs=(Transfer(3, ZERO, reduce=True),)), Step(sends=(Transfer(3, ZERO),))],
-                [Step(sends=(Transfer(2, ZERO),)), Step(recvs=(Transfer(2, ZERO),))],
-            ),
-            (0, None, None, 0), "ends with block 0 of 0, 1, not with block 0 of 0, 1, 2, 3", id="two halves",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE,
-            made_of(
-                1,
-                [Step(sends=SEND), Step(recvs=(Transfer(2, ZERO),))],
-                [Step(recvs=ADD), Step(sends=(Transfer(2, ZERO),))],
-                [Step(recvs=(Transfer(1, ZERO, reduce=True),)), Step(sends=(Transfer(0, ZERO),))],
-            ),
-            (2, 1, 1, 0), "combines what an average has divided", id="a part of an average divided",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE,
-            made_of(
-                1,
-                [Step(recvs=(Transfer(1, ZERO, reduce=True),)), Step(sends=SEND), Step(recvs=(Transfer(1, ZERO),))],
-                [Step(sends=(Transfer(0, ZERO),)), Step(recvs=RECV), Step(sends=(Transfer(0, ZERO),))],
-            ),
-            (0, None, None, 0), "ends with a sum where an average is divided", id="an average divided nowhere",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE,
-            made_of(
-                2,
-                [Step(recvs=(Transfer(1, range(2), reduce=True),)), Step(recvs=(Transfer(1, ONE),))],
-                [Step(sends=(Transfer(0, range(2)),)), Step(sends=(Transfer(0, ONE),))],
-            ),
-            (0, 1, 1, None), "completes only a part", id="an average divided in a part",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(sends=SEND)], [Step(sends=(Transfer(0, ZERO),), recvs=RECV)]),
-            (1, 1, 0, 0), "overwritten while it is sent", id="overwritten while it is sent",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(sends=SEND + SEND)], [Step(recvs=RECV + RECV)]),
-            (1, 1, 0, 0), "overwritten while", id="overwritten twice",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(stores=SEND + SEND)], []),
-            (0, 1, 1, 0), "stored to twice", id="stored to twice",
-        ),
-        pytest.param(
-            Collective.ALLREDUCE,
-            made_of(1, [Step(loads=(Transfer(1, ZERO, reduce=True),))], [Step(loads=ADD)]),
-            (1, 1, 0, 0), "rank 1's memory is written here and read by the peer in its step 1", id="race of loads",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(stores=SEND)], [Step(loads=RECV)]),
-            (1, 1, 0, 0), "written here and written by the peer", id="race of store and load",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(sends=SEND, stores=SEND)], [Step(recvs=RECV)]),
-            (0, 1, None, None), "messages and touches memory", id="messages and stores in one step",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(sends=(Transfer(0, ZERO),))], []),
-            (0, 1, 0, None), "not another rank", id="a message to oneself",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(sends=(Transfer(2, ZERO),))], []),
-            (0, 1, 2, None), "not another rank", id="no such rank",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(sends=(Transfer(1, ONE),))], []),
-            (0, 1, 1, None), "not blocks of the buffer", id="no such block",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(1, [Step(sends=(Transfer(1, ZERO, reduce=True),))], [Step(recvs=RECV)]),
-            (0, 1, 1, None), "only what comes in", id="a send that reduces",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(2, [Step(sends=(Transfer(1, ZERO, peer_blocks=ONE),))], [Step(recvs=RECV)]),
-            (0, 1, 1, None), "no say", id="a send that names the peer's blocks",
-        ),
-        pytest.param(
-            Collective.BROADCAST, made_of(2, [Step(stores=(Transfer(1, ZERO, peer_blocks=range(2)),))], []),
-            (0, 1, 1, None), "differ in length", id="sides of different length",
-        ),
-        pytest.param(
-            Collective.BROADCAST, [Schedule(1, ()), Schedule(2, ())],
-            (1, None, None, None), "has 2 blocks where rank 0 has 1", id="different buffers",
-        ),
-    ],
-)  # fmt: skip
-def test_wrong_schedules_are_located(
-    collective: Collective, schedules: Schedules, where: tuple[int | None, ...], problem: str
-) -> None:
+def add(peer: int, blocks: range = ZERO) -> tuple[Transfer]:
+    return (Transfer(peer, blocks, reduce=True),)
+
+
+def sends(peer: int, blocks: range = ZERO) -> Step:
+    return Step(sends=get(peer, blocks))
+
+
+def gets(peer: int, blocks: range = ZERO) -> Step:
+    return Step(recvs=get(peer, blocks))
+
+
+def adds(peer: int, blocks: range = ZERO) -> Step:
+    return Step(recvs=add(peer, blocks))
+
+
+BOTH = range(2)
+#: What is wrong: the collective, the schedules, where it is (rank, step, peer, block), and what the error says.
+WRONG: dict[str, tuple[Collective, Schedules, tuple[int | None, ...], str]] = {
+    "nobody receives": (CAST, made_of(1, [sends(1)], []), (0, 1, 1, 0), "past its last step"),
+    "nobody sends": (CAST, made_of(1, [], [gets(0)]), (1, 1, 0, 0), "past its last step"),
+    "both send before they receive":
+        (REDUCE, made_of(1, [sends(1), adds(1)], [sends(0), adds(0)]), (0, 1, 1, 0), "stuck in its step 1"),
+    "different blocks at both ends": (CAST, made_of(2, [sends(1)], [gets(0, ONE)]), (1, 1, 0, 1), "may differ in size"),
+    "a term twice":
+        (REDUCE, made_of(1, [sends(1)] * 2, [adds(0)] * 2), (1, 2, 0, 0), "combines block 0 of 0, 1 with block 0 of 0"),
+    "a term missing":
+        (REDUCE, made_of(1, [sends(1)], [adds(0)]), (0, None, None, 0), "with block 0 of 0, not with block 0 of 0, 1"),
+    "nothing to send": (CAST, made_of(1, [gets(1)], [sends(0)]), (1, 1, 0, 0), "nothing is yet"),
+    "different bits":
+        (REDUCE, made_of(1, [Step(sends=get(1), recvs=add(1))], [Step(sends=get(0), recvs=add(0))]),
+         (1, None, None, 0), "in the order (1, 0), on rank 0 in the order (0, 1)"),
+    "two halves":
+        (REDUCE, made_of(1, [Step(loads=add(1)), Step(stores=get(1))], [], [adds(3), sends(3)], [sends(2), gets(2)]),
+         (0, None, None, 0), "ends with block 0 of 0, 1, not with block 0 of 0, 1, 2, 3"),
+    "a part of an average divided":
+        (REDUCE, made_of(1, [sends(1), gets(2)], [adds(0), sends(2)], [adds(1), sends(0)]),
+         (2, 1, 1, 0), "combines what an average has divided"),
+    "an average divided nowhere":
+        (REDUCE, made_of(1, [adds(1), sends(1), gets(1)], [sends(0), gets(0), sends(0)]),
+         (0, None, None, 0), "ends with a sum where an average is divided"),
+    "an average divided in a part":
+        (REDUCE, made_of(2, [adds(1, BOTH), gets(1, ONE)], [sends(0, BOTH), sends(0, ONE)]),
+         (0, 1, 1, None), "completes only a part"),
+    "overwritten while it is sent":
+        (CAST, made_of(1, [sends(1)], [Step(sends=get(0), recvs=get(0))]), (1, 1, 0, 0), "while it is sent"),
+    "overwritten twice":
+        (CAST, made_of(1, [Step(sends=get(1) * 2)], [Step(recvs=get(0) * 2)]), (1, 1, 0, 0), "overwritten while"),
+    "stored to twice": (CAST, made_of(1, [Step(stores=get(1) * 2)], []), (0, 1, 1, 0), "stored to twice"),
+    "race of loads":
+        (REDUCE, made_of(1, [Step(loads=add(1))], [Step(loads=add(0))]),
+         (1, 1, 0, 0), "rank 1's memory is written here and read by the peer in its step 1"),
+    "race of store and load":
+        (CAST, made_of(1, [Step(stores=get(1))], [Step(loads=get(0))]),
+         (1, 1, 0, 0), "written here and written by the peer"),
+    "messages and stores in one step":
+        (CAST, made_of(1, [Step(sends=get(1), stores=get(1))], [gets(0)]),
+         (0, 1, None, None), "messages and touches memory"),
+    "a message to oneself": (CAST, made_of(1, [sends(0)], []), (0, 1, 0, None), "not another rank"),
+    "no such rank": (CAST, made_of(1, [sends(2)], []), (0, 1, 2, None), "not another rank"),
+    "no such block": (CAST, made_of(1, [sends(1, ONE)], []), (0, 1, 1, None), "not blocks of the buffer"),
+    "a send that reduces": (CAST, made_of(1, [Step(sends=add(1))], [gets(0)]), (0, 1, 1, None), "only what comes in"),
+    "a send that names the peer's blocks":
+        (CAST, made_of(2, [Step(sends=(Transfer(1, ZERO, peer_blocks=ONE),))], [gets(0)]), (0, 1, 1, None), "no say"),
+    "sides of different length":
+        (CAST, made_of(2, [Step(stores=(Transfer(1, ZERO, peer_blocks=BOTH),))], []),
+         (0, 1, 1, None), "differ in length"),
+    "different buffers":
+        (CAST, [Schedule(1, ()), Schedule(2, ())], (1, None, None, None), "has 2 blocks where rank 0 has 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_schedules_are_located(name: str) -> None:
     """The error names rank, step, peer and block, and says what is wrong there."""
+    collective, schedules, where, problem = WRONG[name]
     with pytest.raises(ScheduleError) as caught:
         run(schedules, collective)
-    assert (problem in str(caught.value), places(caught.value)) == (True, where), caught.value
+    error = caught.value
+    assert (error.rank, error.step, error.peer, error.block) == where
+    assert problem in str(error)
 
 
 def test_direct_access_needs_a_common_node() -> None:
     """A load or store between nodes is refused, even where the schedule would be right on one node."""
-    schedules = made_of(1, [], [Step(loads=RECV)])
+    schedules = made_of(1, [], [Step(loads=get(0))])
     run(schedules, Collective.BROADCAST)
     with pytest.raises(ScheduleError, match="rank 1, step 1, peer 0: shares no memory"):
         run(schedules, Collective.BROADCAST, Topology.uniform(2, 1))
