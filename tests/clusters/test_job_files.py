@@ -35,8 +35,7 @@ def places(*names: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["slurm.sh", "slurm-run.sh", pytest.param("slurm-elastic.sh", marks=pytest.mark.thorough)],
+    "name", ["slurm.sh", "slurm-run.sh", pytest.param("slurm-elastic.sh", marks=pytest.mark.thorough)]
 )
 def test_jobs_of_slurm(slurm: Cluster, name: str) -> None:
     """By sbatch, with two ranks of two cores on each of two hosts."""

@@ -134,8 +134,7 @@ def wait_for_step_4(cluster: Cluster, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "nodes", "how"),
-    [*CASES, *(pytest.param(*each, marks=pytest.mark.thorough) for each in OTHERS)],
+    ("partition", "nodes", "how"), [*CASES, *(pytest.param(*each, marks=pytest.mark.thorough) for each in OTHERS)]
 )
 def test_a_job_that_is_preempted(
     cluster: Cluster, undisturbed: list[str], partition: str, nodes: str, how: str

@@ -20,11 +20,7 @@ CHOSEN = [
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(
-            each,
-            id=each.name,
-            marks=() if at % 3 == 0 else pytest.mark.thorough,
-        )
+        pytest.param(each, id=each.name, marks=() if at % 3 == 0 else pytest.mark.thorough)
         for at, each in enumerate(CHOSEN)
     ],
 )

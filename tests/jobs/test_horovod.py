@@ -18,9 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
-    [(2, ["--fp16-allreduce", "--no-cuda"]), (3, ["--use-adasum", "--model", "resnet8"])],
-    ids=str,
+    ("ranks", "options"), [(2, ["--fp16-allreduce", "--no-cuda"]), (3, ["--use-adasum", "--model", "resnet8"])], ids=str
 )
 def test_the_synthetic_benchmark_runs_as_it_stands(run_job, ranks: int, options: list[str]) -> None:
     """A script that imports horovod.torch trains, and rank 0 alone prints rates per rank and in total."""

@@ -494,10 +494,7 @@ def test_wrong_arguments_end_with_status_2() -> None:
         (("python", "train.py", "--num-proc=2"), "write --num-proc=2 in front of python, or -- if it is the program's"),
         (("python", "train.py", "--elastic"), "--elastic comes after the name of the program"),
         (("-np", "2", "train.py", "-H", "h1:2,h2:2"), "-H h1:2,h2:2 comes after the name of the program"),
-        (
-            ("--hostfile", "/dev/null", "-np", "2", "true"),
-            "--hostfile /dev/null: it is no regular file",
-        ),
+        (("--hostfile", "/dev/null", "-np", "2", "true"), "--hostfile /dev/null: it is no regular file"),
         (("-H", ",", "-np", "2", "true"), "-H ',' has no host with slots; give it as in -H localhost:2"),
         (("-H", "localhost:0", "-np", "2", "true"), "-H 'localhost:0' has no host with slots"),
     ],

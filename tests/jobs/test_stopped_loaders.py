@@ -21,10 +21,7 @@ def test_each_sample_comes_once_in_the_order_of_before(ranks: tuple[int, int], f
     assert (came["refused"] > 0) == (ranks[0] != ranks[1])
 
 
-@pytest.mark.parametrize(
-    ("seed", "how"),
-    [(8, "right elsewhere"), (13, "right elsewhere"), (6, "refused")],
-)
+@pytest.mark.parametrize(("seed", "how"), [(8, "right elsewhere"), (13, "right elsewhere"), (6, "refused")])
 def test_ranks_that_survive_divide_what_is_left(seed: int, how: str) -> None:
     """Of a sampler that knows how; other loaders cannot go on with fewer ranks."""
     assert die(3, seed)[f"after a death, {how}"] == 1

@@ -77,8 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 
 @pytest.mark.limit(400)  # up to seven jobs, of which a framework takes ten seconds to import where others have cores
 @pytest.mark.parametrize(
-    ("way", "ranks", "seed"),
-    [pytest.param(*each, marks=() if each in CASES else pytest.mark.thorough) for each in ALL],
+    ("way", "ranks", "seed"), [pytest.param(*each, marks=() if each in CASES else pytest.mark.thorough) for each in ALL]
 )
 def test_a_job_that_is_stopped_loses_no_step(
     tmp_path: Path, undisturbed: Callable[[str, int], Path], way: str, ranks: int, seed: int

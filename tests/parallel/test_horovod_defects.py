@@ -113,10 +113,7 @@ def test_gradients_in_groups_are_divided_before_they_travel(groups: int | None) 
     Watching.seen = []
     model = torch.nn.Linear(3, 1).double()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        gradient_predivide_factor=4.0,
-        groups=groups,
-        compression=Watching,
+        torch.optim.SGD(model.parameters(), lr=1.0), gradient_predivide_factor=4.0, groups=groups, compression=Watching
     )
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 16.0 * (rr.rank() + 1))

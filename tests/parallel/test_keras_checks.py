@@ -146,10 +146,7 @@ def test_a_schedule_behind_averaged_metrics_is_the_same_on_all_ranks(warned: Any
         (lambda: keras.optimizers.SGD(0.01, momentum=0.5 + RANK * 0.1), "momentum is 0.5 on rank 0"),
         (lambda: keras.optimizers.Adam(0.01, clipnorm=RANK + 1.0), "clipnorm is 1.0 on rank 0"),
         (lambda: (keras.optimizers.Adam if RANK else keras.optimizers.AdamW)(0.01), "the optimizer is AdamW on rank 0"),
-        (
-            lambda: keras.optimizers.SGD(decay(0.25 + RANK)),
-            "initial_learning_rate of learning_rate is 0.25 on rank 0",
-        ),
+        (lambda: keras.optimizers.SGD(decay(0.25 + RANK)), "initial_learning_rate of learning_rate is 0.25 on rank 0"),
         (lambda: keras.optimizers.SGD(decay(0.25)), ""),
         (
             lambda: keras.optimizers.SGD(Own(decay(0.25 + RANK))),

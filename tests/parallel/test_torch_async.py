@@ -114,10 +114,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: hvd.allreduce(torch.ones(2), name="x"),
         lambda: hvd.allreduce(torch.ones(2, dtype=torch.float64), name="x"),
     ),
-    "op": (
-        lambda: hvd.allreduce(torch.ones(2), name="x"),
-        lambda: hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum),
-    ),
+    "op": (lambda: hvd.allreduce(torch.ones(2), name="x"), lambda: hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum)),
     "scale": (
         lambda: hvd.allreduce(torch.ones(2), name="x"),
         lambda: hvd.allreduce(torch.ones(2), name="x", prescale_factor=2.0),

@@ -109,14 +109,7 @@ def train(scaled: bool = False, **options: Any) -> Tensors:
 
 @pytest.mark.spread
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"scaled": True},
-        {"compression": Compression.powersgd(rank=3)},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"scaled": True}, {"compression": Compression.powersgd(rank=3)}])
 def test_training(options: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In buckets reduced in the step or during the backward pass: the same weights, and streams are told to wait."""
     double = both_ways(lambda: train(overlap=overlap, **options), monkeypatch)

@@ -329,10 +329,7 @@ def test_the_wait_for_ranks_that_are_left_has_a_limit(backend: str):
     model = DistributedDataParallel(Branches(), process_group=group)
     cpu_backend_of(group).set_timeout(0.3)
     if dist.get_rank() == 0:
-        with (
-            pytest.raises(Exception, match=r"waited 0\.3 s"),
-            Join([model], divide_by_initial_world_size=False),
-        ):
+        with pytest.raises(Exception, match=r"waited 0\.3 s"), Join([model], divide_by_initial_world_size=False):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dist.barrier()
 

@@ -234,8 +234,7 @@ def test_passes_under_default_settings_between_nodes(
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
 @pytest.mark.parametrize(
-    "program",
-    [parts_that_some_ranks_lack, other_parts_on_other_ranks, a_layer_of_some_ranks, one_layer_first],
+    "program", [parts_that_some_ranks_lack, other_parts_on_other_ranks, a_layer_of_some_ranks, one_layer_first]
 )
 def test_layers_that_share_a_bucket(program: Any, op: Any) -> None:
     """Some are added to after the bucket was reduced, others are not, or some rank has none of them."""

@@ -373,37 +373,6 @@ def test_a_scaler_leaves_out_the_same_steps(nodes: None, options: dict[str, Any]
     assert scalers[True].get_scale() == scalers[False].get_scale()
 
 
-def test_late_averages_are_weighted(no_world: None) -> None:
-    """As the sampler knows the numbers of all ranks, they wait for nobody; an average has the weights of its step."""
-    hvd.init()
-    size, steps = hvd.size(), 6
-    x = torch.randn(4 * size * steps, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    y = x.prod(dim=1, keepdim=True)
-    sampler = hvd.DistributedSampler(x, shuffle=False, ends="drop", shares="speed", batch_size=4)
-    model, whole = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, staleness=1)
-    alone, late = torch.optim.SGD(whole.parameters(), lr=0.1), []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for number, batch in enumerate(sampler):
-            optimizer.zero_grad()
-            descend(model, (x[batch], y[batch]))
-            optimizer.step()
-            part = slice(4 * size * number, 4 * size * (number + 1))
-            loss = torch.nn.functional.mse_loss(whole(x[part]), y[part])
-            late.append(torch.autograd.grad(loss, list(whole.parameters())))
-            if len(late) > 1:
-                for each, gradient in zip(whole.parameters(), late.pop(0), strict=True):
-                    each.grad = gradient
-                alone.step()
-        measure([3.0] + [1.0] * (size - 1))
-    for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, each, rtol=1e-9, atol=1e-9)
-    require_equal_bits(model)
-    del sampler
-    hvd.shutdown()
-
-
 def test_another_world_divides_anew(no_world: None) -> None:
     """Also where the program goes on without `set_epoch`."""
     hvd.init()

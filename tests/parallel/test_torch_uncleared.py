@@ -215,10 +215,7 @@ def test_weights_with_options(make_step: Callable[[Model, Optimizer, int], None]
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("make_step", [sometimes, after_clipping, clip_and_keep, hold])
 def test_weights_between_nodes(
-    make_step: Callable[[Model, Optimizer, int], None],
-    overlap: bool,
-    node_size: int,
-    nodes_of: Callable[[int], None],
+    make_step: Callable[[Model, Optimizer, int], None], overlap: bool, node_size: int, nodes_of: Callable[[int], None]
 ):
     nodes_of(node_size)
     require_same(make_step, "momentum", overlap=overlap)

@@ -53,12 +53,7 @@ class Delayed:
     """
 
     def __init__(
-        self,
-        staleness: int,
-        *,
-        momentum: float = MOMENTUM,
-        exact: bool = True,
-        counts: Sequence[int] | None = None,
+        self, staleness: int, *, momentum: float = MOMENTUM, exact: bool = True, counts: Sequence[int] | None = None
     ) -> None:
         self._process = OneProcess(start(), momentum)
         self._waiting = deque[dict[str, Floats]]()

@@ -13,16 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from suites.trainees import (
-    Floats,
-    Make,
-    Named,
-    OneProcess,
-    Trainee,
-    assert_equal_on_ranks,
-    assert_near,
-    assert_raises,
-)
+from suites.trainees import Floats, Make, Named, OneProcess, Trainee, assert_equal_on_ranks, assert_near, assert_raises
 
 from ringreduce import runtime
 from ringreduce.common.errors import MismatchError

@@ -54,7 +54,7 @@ def test_sizes_grow_by_steps():
 def test_one_is_not_many():
     """A number stands before the word in its form."""
     assert [plural(number, "core") for number in (0, 1, 1.0, 2, 2.5)] == [
-        *("0 cores", "1 core", "1 core", "2 cores", "2.5 cores"),
+        *("0 cores", "1 core", "1 core", "2 cores", "2.5 cores")
     ]
 
 

@@ -33,11 +33,7 @@ class CupyArray(HostArray):
     here: ClassVar[threading.local] = threading.local()  # driver and stream of the rank
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: Any,
-        memptr: Any = None,
-        strides: Sequence[int] | None = None,
+        self, shape: Sequence[int], dtype: Any, memptr: Any = None, strides: Sequence[int] | None = None
     ) -> None:
         self.owner = memptr.mem if memptr is not None else None
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize

@@ -55,11 +55,7 @@ def test_errors_survive_pickling(error: Exception) -> None:
 def test_a_mismatch_groups_the_ranks() -> None:
     """Ranks that called the same stand in one line, runs of them as a range, in the order of the first of each."""
     error = MismatchError({5: "a", 0: "a", 2: "a", 1: "a", 3: "b"})
-    assert str(error).splitlines() == [
-        "the ranks disagree:",
-        "  ranks 0-2, 5: a",
-        "  rank 3: b",
-    ]
+    assert str(error).splitlines() == ["the ranks disagree:", "  ranks 0-2, 5: a", "  rank 3: b"]
     assert error.values == {0: "a", 1: "a", 2: "a", 3: "b", 5: "a"}
 
 

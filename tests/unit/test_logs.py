@@ -57,9 +57,7 @@ def test_programs_that_log_by_themselves_are_not_talked_over(
     assert (written(), caplog.messages) == ([], ["once"])
 
 
-def test_a_handler_of_the_program_on_this_logger_takes_the_place_as_well(
-    written: Callable[..., list[str]],
-) -> None:
+def test_a_handler_of_the_program_on_this_logger_takes_the_place_as_well(written: Callable[..., list[str]]) -> None:
     """Each record is written once, by the program's own handler."""
     logs.set_up(None, "rank 0")
     seen = io.StringIO()

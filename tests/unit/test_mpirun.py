@@ -98,12 +98,7 @@ def test_more_ranks_than_slots_are_refused(launcher: Mpirun) -> None:
     ],
 )
 def test_what_a_machine_of_eight_cores_needs_is_set(
-    monkeypatch: pytest.MonkeyPatch,
-    launcher: Mpirun,
-    ranks: int,
-    remote: bool,
-    expected: dict[str, str],
-    absent: str,
+    monkeypatch: pytest.MonkeyPatch, launcher: Mpirun, ranks: int, remote: bool, expected: dict[str, str], absent: str
 ) -> None:
     """Threads share the cores among the ranks; what users have set is left as it is."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))

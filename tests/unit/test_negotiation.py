@@ -434,9 +434,7 @@ def test_ranks_that_all_wait_for_what_others_have_not_submitted_end_at_once() ->
     assert coordinator.receive(0, said[0]) == coordinator.receive(2, said[2]) == []
     (note,) = coordinator.receive(1, said[1])
     assert ranks[2].receive(_sent(note)) == Crossed(
-        ("a", "b"),
-        {0: "waits for a", 1: "waits for b", 2: "waits for b"},
-        {0: "x.py:0", 1: "x.py:1", 2: "x.py:2"},
+        ("a", "b"), {0: "waits for a", 1: "waits for b", 2: "waits for b"}, {0: "x.py:0", 1: "x.py:1", 2: "x.py:2"}
     )
     assert [each.name for each in coordinator.waiting()] == ["other"]
 

@@ -61,9 +61,7 @@ def scattered(dtype: Any, shape: tuple[int, ...], spread: int, seed: int = 0) ->
 def sums_of_ranks(terms: Any, node_size: int | None = None) -> list[Any]:
     """Every rank's result where rank i has terms[i]."""
     return run_ranks(
-        len(terms),
-        lambda ranks: reproducible_allreduce(ranks, terms[ranks.rank, ...]),
-        node_size=node_size,
+        len(terms), lambda ranks: reproducible_allreduce(ranks, terms[ranks.rank, ...]), node_size=node_size
     )
 
 

@@ -91,10 +91,7 @@ def test_counters_of_the_host(tmp_path: Path):
         "eth0": InterfaceCounters(10_000_000_000, 222222, 333333),
         "wlan0": InterfaceCounters(None, 4, 5),
     }
-    assert found.disks == {
-        "sda": DiskCounters(2000 * 512, 5000 * 512, 0.7),
-        "dm-0": DiskCounters(8 * 512, 0, 0.012),
-    }
+    assert found.disks == {"sda": DiskCounters(2000 * 512, 5000 * 512, 0.7), "dm-0": DiskCounters(8 * 512, 0, 0.012)}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.common.config import Config
-from ringreduce.testing import assert_equal, caught, run_ranks, sample
+from ringreduce.testing import assert_equal, caught, run_ranks
 
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 2)])
 NODES = pytest.mark.parametrize("node_size", [None, 1])
@@ -19,10 +19,6 @@ NODES = pytest.mark.parametrize("node_size", [None, 1])
 def in_world(size: int, node_size: int | None, function: Callable[[rr.Communicator], object], **settings) -> list:
     config = Config(timeout_s=20.0, segment_nbytes=32 << 10, **settings)
     return run_ranks(size, function, node_size=node_size, config=config)
-
-
-def inputs(communicator: rr.Communicator, shape: int | tuple[int, ...], dtype: str = "float32") -> list[np.ndarray]:
-    return [sample(rank, shape, dtype) for rank in range(communicator.size)]
 
 
 def test_numbers_are_reduced_to_numbers() -> None:

@@ -274,7 +274,7 @@ def test_a_drawing_shows_messages_and_reductions() -> None:
 def test_a_drawing_shows_loads_before_stores() -> None:
     """Arrows of direct accesses point away from the rank that acts; the loads of a step come first."""
     assert draw(allreduce("two_shot"), Topology.uniform(1, 2)).splitlines()[1:] == [
-        "step 1  r0<=r1[b0+]  r1<=r0[b1+]  r0=>r1[b0]  r1=>r0[b1]",
+        "step 1  r0<=r1[b0+]  r1<=r0[b1+]  r0=>r1[b0]  r1=>r0[b1]"
     ]
 
 

@@ -40,9 +40,7 @@ def key_files(tmp_path: Path) -> list[str]:
 
 
 def shake(
-    paths: list[str | None],
-    wrap: Callable[[int, Messages], Any] = lambda rank, messages: messages,
-    ends: bool = False,
+    paths: list[str | None], wrap: Callable[[int, Messages], Any] = lambda rank, messages: messages, ends: bool = False
 ) -> list[Any]:
     """Let ranks with these files agree; return for each rank the key, or its error.
 
@@ -244,9 +242,7 @@ def test_whatever_comes_in_a_handshake_is_an_error(value: Any, number: int, peer
         path = Path(folder, "key")
         write_secret(path)
         got = shake(
-            [str(path)] * 2,
-            lambda rank, messages: Tap(messages, change=change if rank != peer else None),
-            ends=True,
+            [str(path)] * 2, lambda rank, messages: Tap(messages, change=change if rank != peer else None), ends=True
         )
     assert (number, peer) == (1, 1) or isinstance(got[1 - peer], RingReduceError), got
 

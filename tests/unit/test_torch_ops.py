@@ -159,12 +159,7 @@ def test_an_operation_beside_the_program_comes_after_its_input_and_before_its_re
     assert "operation" not in cuda.main.before
     finish(torch.zeros(3))
     assert "operation" in cuda.main.before
-    assert cuda.record == [
-        "event 1 on main",
-        "own 1 waits for event 1",
-        "event 2 on own 1",
-        "main waits for event 2",
-    ]
+    assert cuda.record == ["event 1 on main", "own 1 waits for event 1", "event 2 on own 1", "main waits for event 2"]
 
 
 def test_each_communicator_has_its_own_stream(cuda: TorchStreams) -> None:

@@ -430,10 +430,7 @@ CASES = [
     (algorithm, topology) for algorithm in ALGORITHMS for topology in TOPOLOGIES if algorithm.refuses(topology) is None
 ]
 deterministic = partial(
-    settings,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    settings, derandomize=True, database=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
 )
 
 

@@ -324,12 +324,7 @@ def narrow(draw: random.Random, framework: str) -> None:
         everyone = np.asarray(hvd.allgather(mine))
         expect(np.array_equal(everyone, np.concatenate(data).astype(bool)), "allgather of bool", everyone[:4])
         return
-    exact = {
-        hvd.Sum: all_.sum(0),
-        hvd.Product: all_.prod(0),
-        hvd.Min: all_.min(0),
-        hvd.Max: all_.max(0),
-    }
+    exact = {hvd.Sum: all_.sum(0), hvd.Product: all_.prod(0), hvd.Min: all_.min(0), hvd.Max: all_.max(0)}
     if dtype.is_floating_point:
         exact |= {hvd.Average: all_.mean(0), hvd.ReproducibleSum: all_.sum(0)}
     op = draw.choice([*exact])
