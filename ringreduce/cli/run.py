@@ -23,7 +23,6 @@ from ringreduce.common.settings import OneOf, PathOf, Setting, WholeNumber, rows
 from ringreduce.launcher.agents import with_agents
 from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Hosts
-from ringreduce.launcher.job import say
 from ringreduce.launcher.own_networks import without_own_networks
 from ringreduce.launcher.rank_variables import with_free_port
 from ringreduce.launcher.restarts import Restarts
@@ -31,6 +30,7 @@ from ringreduce.launcher.result_folder import with_results
 from ringreduce.launcher.ship import shipped
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
+from ringreduce.launcher.stderr import say
 from ringreduce.observe.seen.trace_file import collect
 
 #: What one would do comes first; the options fill several screens.

@@ -19,10 +19,10 @@ from ringreduce.common.launch import MESSAGES_HERE, messages_in
 from ringreduce.launcher import host_agent
 from ringreduce.launcher.agent_server import private_folder
 from ringreduce.launcher.cargo import base_python
-from ringreduce.launcher.hosts import is_here
+from ringreduce.launcher.hosts import UNNAMED, is_here
 from ringreduce.launcher.marks import Mark, RankMessages
 from ringreduce.launcher.reach import MARK, Errand, HostProcess, close_inputs, command_on, end_all, let_open
-from ringreduce.launcher.start import UNNAMED, Start
+from ringreduce.launcher.start import Start
 
 #: A host that does not answer for so long is lost, or cannot be reached; mpirun then says why.
 _ANSWER_S = 12.0

@@ -1,4 +1,4 @@
-"""The hosts that a job may use, the number of ranks there, and the reasons to restart on others.
+"""The hosts that a job may use, and the number of ranks there.
 
 These are pure functions of the hosts that users list, of events, and of the time.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ringreduce.common.errors import ConfigError
@@ -17,42 +17,11 @@ _SHOWN = 60  # of a text that is refused
 #: What a file for mpirun says of a host, as that reads it.
 _SLOTS = {"slots", "count"}
 _MOST_SLOTS = {"max_slots", "max-slots", "slots_max", "slots-max"}
-_MOST_DOUBLINGS = 64
 _MOST_LOSSES = 1  # of a host that is used again
+#: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
+UNNAMED = ""
 #: What this machine is called on each.
 LOCAL = {"localhost", "127.0.0.1"}
-
-
-@dataclass(frozen=True, slots=True)
-class Cooldown:
-    """How long a host counts as failing after a death, in seconds: doubled by each further death of it.
-
-    Attributes:
-        least_s: seconds after the first death.
-        most_s: seconds at most.
-    """
-
-    least_s: float
-    most_s: float
-
-    @classmethod
-    def parse(cls, text: str) -> Cooldown:
-        """Read ``60``, or ``60 600``.
-
-        Raises:
-            ValueError: it is neither.
-        """
-        try:
-            numbers = [float(each) for each in text.split()]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (1, 2) or not 0 <= numbers[0] <= numbers[-1] < float("inf"):
-            raise ValueError('expected seconds, or the least and the most, as in "60 600"')
-        return cls(numbers[0], numbers[-1])
-
-    def after(self, deaths: int) -> float:
-        """Return the seconds after a number of deaths, at least one."""
-        return float(min(self.least_s * 2 ** min(deaths - 1, _MOST_DOUBLINGS), self.most_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +30,13 @@ class SizePolicy:
 
     Attributes:
         least, most: numbers of ranks of a job.
-        cooldown: how long a host counts as failing; None: for ever.
+        cooldown: returns for how many seconds a host counts as failing after a number of deaths; None: for ever.
         forgives: whether hosts of which ranks have died are used again once the job has failed.
     """
 
     least: int
     most: int
-    cooldown: Cooldown | None = None
+    cooldown: Callable[[int], float] | None = None
     forgives: bool = False
 
 
@@ -142,7 +111,7 @@ class Hosts:
         deaths = self.deaths.get(host)
         if not deaths:
             return 0.0
-        return math.inf if policy.cooldown is None else deaths[-1] + policy.cooldown.after(len(deaths)) - now
+        return math.inf if policy.cooldown is None else deaths[-1] + policy.cooldown(len(deaths)) - now
 
     def usable(self, policy: SizePolicy, now: float) -> dict[str, int]:
         """Return the usable slots by host: none of a lost host; of one that fails, those whose ranks live."""
@@ -158,20 +127,6 @@ class Hosts:
         """Return the ranks by host of a job that starts now; empty if there are too few slots for one."""
         ranks = fill(self.usable(policy, now), policy.most)
         return ranks if sum(ranks.values()) >= policy.least else {}
-
-    def reason_to_change(self, policy: SizePolicy, now: float) -> str:
-        """Return the reason to begin again on other hosts; empty if there is none."""
-        then = sum(self.next_ranks(policy, now).values())
-        lives = sum(self.living.values())
-        if not then or not lives:
-            return ""
-        gone = [host for host, count in self.living.items() if count and host not in self.listed]
-        less = [host for host, count in self.living.items() if count > self.listed.get(host, count)]
-        reasons = [f"{_all(gone, 'is', 'are')} no longer listed"] if gone else []
-        reasons += [f"{_all(less, 'has', 'have')} fewer slots than ranks"] if less else []
-        if not reasons and then > lives:
-            reasons = [f"there are slots for {then} ranks, and {lives} live"]
-        return "; ".join(reasons)
 
     def unused_said(self, policy: SizePolicy, now: float) -> str:
         """Return which listed hosts are lost, or fail and for how long, in words; empty: all can be used."""
@@ -193,10 +148,6 @@ class Hosts:
             name: name of its host, in the operating system there.
         """
         return name if name in self.listed or rank >= len(self.places) else self.places[rank]
-
-
-def _all(hosts: list[str], does: str, do: str) -> str:
-    return f"{' and '.join(hosts)} {does if len(hosts) == 1 else do}"
 
 
 def is_here(host: str, here: Collection[str]) -> bool:

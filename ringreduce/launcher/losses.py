@@ -21,10 +21,10 @@ from functools import partial
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.processes import end_with_parent
 from ringreduce.launcher import failures
-from ringreduce.launcher.hosts import Hosts, fill, is_here
-from ringreduce.launcher.job import say
-from ringreduce.launcher.marks import Mark
-from ringreduce.launcher.start import UNNAMED, Start
+from ringreduce.launcher.hosts import UNNAMED, Hosts, fill, is_here
+from ringreduce.launcher.marks import COME, DIED, DIED_UNSAID, ENDED_WELL, LIVES, NO_PACKAGE, STOPPED, Mark
+from ringreduce.launcher.start import Start
+from ringreduce.launcher.stderr import say
 
 _LOOK_EVERY_S = 1.0
 _ASK_EVERY_S = 5.0
@@ -48,7 +48,7 @@ sys.exit({_NO_WAY})
 
 
 class Losses:
-    """Notices hosts that are lost, and those that answer again, and says so.
+    """Notices hosts that are lost, and those that answer again.
 
     Silence is counted in looks, not in time: a launcher that was stopped could not hear, and loses no host. If mpirun
     or its output is stopped, the launcher's own host is silent, too, and no host is lost. Where no rank speaks for the
@@ -59,8 +59,9 @@ class Losses:
         clock: returns seconds.
 
     Attributes:
-        lost: the hosts that were lost since the job began.
-        has_returned: whether a lost host has answered since then.
+        ranks: number of ranks of the job by host.
+        places: the hosts of ranks, where there may be several.
+        without_package: hosts that do not have ringreduce in the folder where this one has it.
     """
 
     def __init__(self, start: Start, clock: Callable[[], float]) -> None:
@@ -82,14 +83,14 @@ class Losses:
         """
         spec = self._start.spec
         hears = self._start.is_remote(ranks) and hears_all
-        self._ranks = ranks
+        self.ranks = ranks
         self._own_names: dict[str, set[str]] = {}  # hosts of the list, by their names in the operating system
         self._to_come = set(range(sum(ranks.values()))) if hears else set()
         self._late_at = self._clock() + spec.start_timeout_s
         self._checked_at = self._clock() + _CONNECT_S
         self._checked.clear()
-        self.lost: list[str] = []
-        self.has_returned = False
+        self.places: dict[int, str] = {}
+        self.without_package: set[str] = set()
         self._speakers: dict[int, str] = {}
         self._silent: dict[str, int] = {}  # for how many looks, by the host
         self._here = ""
@@ -99,14 +100,17 @@ class Losses:
     def hear(self, mark: Mark, host: str) -> None:
         """A rank of a host has said something; if it spoke for its host and has ended, no more is expected of that."""
         self._own_names.setdefault(mark.host, set()).add(host)
-        if mark.what == "has come":
+        if mark.what == COME:
             self._to_come.discard(mark.rank)
-        elif mark.what == "lives":
+            self.places[mark.rank] = host
+        elif mark.what == NO_PACKAGE:
+            self.without_package.add(mark.host)
+        elif mark.what == LIVES:
             self._speakers[mark.rank] = host
             self._silent[host] = 0
             self._here = host if is_here(mark.host, self._start.here) else self._here
             self._deaf = 0 if self._here in ("", host) else self._deaf
-        elif mark.what in ("has died", "has stopped", "has ended well") and mark.rank in self._speakers:
+        elif mark.what in (DIED, DIED_UNSAID, STOPPED, ENDED_WELL) and mark.rank in self._speakers:
             ended = self._speakers.pop(mark.rank)
             self._silent.pop(ended, None)
             self._here = "" if ended == self._here else self._here
@@ -115,7 +119,7 @@ class Losses:
     def by_ssh(self) -> list[str]:
         """The hosts of this job that mpirun reaches by ssh."""
         start = self._start
-        named = self._ranks.keys() - {UNNAMED} or fill(start.slots, sum(self._ranks.values())).keys()
+        named = self.ranks.keys() - {UNNAMED} or fill(start.slots, sum(self.ranks.values())).keys()
         return [host for host in sorted(named) if not is_here(host, start.here)] if start.by_ssh else []
 
     def silent(self) -> list[str]:
@@ -157,76 +161,47 @@ class Losses:
         by_number = dict(enumerate(others, 1))
         return [by_number[number] for number in failures.find_lost_daemons(written) if number in by_number] or names
 
-    def lose(self, hosts: Hosts, name: str, why: str, *, goes_on: bool) -> Hosts:
-        """Return the hosts without one, given by its name there or in the list, if there is a list.
-
-        Args:
-            hosts: of the job.
-            name: of the host.
-            why: it is lost.
-            goes_on: whether the job begins again without it.
-        """
-        host = hosts.known_as(name)
-        if host is None:  # of another job, as a rank may write of it, unless this one's hosts have no names here
-            if UNNAMED in hosts.listed:
-                self._start.lost.add(name)
-                say(f"{name} is lost: {why}")
-            return hosts
-        if host in hosts.lost:
-            return hosts
-        hosts = hosts.without(host)
-        self.lost.append(host)
-        self._start.lost.add(host)
-        again = "it is used again once it answers" if host in self._awaited(hosts) else "it is left out from now on"
-        say(f"{host} is lost: {why}; {again if goes_on else 'the job ends'}")
-        return hosts
-
-    def ask(self, hosts: Hosts) -> Hosts:
-        """Ask lost hosts by ssh, now and then and without waiting; return the hosts with those that have answered."""
-        for host in [host for host, process in self._asked.items() if process.poll() is not None]:
-            if self._asked.pop(host).returncode == 0 and host in self._awaited(hosts):
-                hosts = hosts.returned(host)
-                self._start.lost.discard(host)
-                self.has_returned = True
-                say(f"{host} answers again")
-        awaited = self._awaited(hosts)
-        if awaited and self._clock() >= self._asked_at + _ASK_EVERY_S:
+    def answering(self, hosts: Hosts) -> list[str]:
+        """Ask lost hosts by ssh, now and then and without waiting; return those that have answered, once each."""
+        awaited = hosts.returning() if self._start.asks_lost_hosts else []
+        ended = [host for host, process in self._asked.items() if process.poll() is not None]
+        found = [host for host in ended if self._asked.pop(host).returncode == 0 and host in awaited]
+        left = set(awaited) - {*found}
+        if left and self._clock() >= self._asked_at + _ASK_EVERY_S:
             self._asked_at = self._clock()
-            for host in set(awaited) - self._asked.keys():
+            for host in left - self._asked.keys():
                 self._asked[host] = self._call(host, _ANSWER_S)
-        return hosts
+        return found
 
-    def are_late(self) -> bool:
-        """Return whether ranks have not come to their hosts in time, and say so; once."""
+    def are_late(self) -> str:
+        """Return which ranks have not come to their hosts in time, as a sentence, once; empty: none."""
         if not self._to_come or self._clock() < self._late_at:
-            return False
+            return ""
         late = name_ranks(sorted(self._to_come))
         self._to_come = set()
-        say(
-            f"{late} of {sum(self._ranks.values())} did not come to their hosts within "
+        return (
+            f"{late} of {sum(self.ranks.values())} did not come to their hosts within "
             f"{self._start.spec.start_timeout_s:g} s (--start-timeout); the job is ended"
         )
-        return True
 
-    def are_cut_off(self, logins: Callable[[], list[list[str]]]) -> bool:
-        """Return whether a host lets us log in, and cannot connect to mpirun here, and say so; once.
+    def are_cut_off(self, logins: Callable[[], list[list[str]]]) -> str:
+        """Return which hosts let us log in, and cannot connect to mpirun here, as a sentence, once; empty: none.
 
         While no rank has come to its host: a daemon that cannot connect tries for minutes.
 
         Args:
             logins: returns the command lines by which mpirun starts daemons.
         """
-        count = sum(self._ranks.values())
+        count = sum(self.ranks.values())
         if not self._start.by_ssh or len(self._to_come) < max(count, 1):
-            return False
+            return ""
         cut_off = sorted(host for host, process in self._checked.items() if process.poll() == _NO_WAY)
         if cut_off:
             self._to_come = set()
-            say(
+            return (
                 f"{' and '.join(cut_off)} cannot connect to mpirun on this host, though a login by ssh succeeds: a "
                 "firewall is between them, or --network-interface is to name another network; the job is ended"
             )
-            return True
         if self._clock() >= self._checked_at:
             self._checked_at = self._clock() + _CONNECT_S
             for words in logins():
@@ -239,7 +214,7 @@ class Losses:
                 ):
                     test = [sys.executable, "-I", "-S", "-c", _CONNECTS, awaits[2], *awaits[1].split(",")]
                     self._checked[host] = self._call(host, _ANSWER_S, shlex.join(test))
-        return False
+        return ""
 
     def silent_logins(self) -> list[str]:
         """Return the hosts of this job that do not answer to ssh within 10 s."""
@@ -269,9 +244,6 @@ class Losses:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-    def _awaited(self, hosts: Hosts) -> list[str]:
-        return hosts.returning() if self._start.asks_lost_hosts else []
 
 
 def _is_own_address(host: str) -> bool:

@@ -19,18 +19,30 @@ _LINE = re.compile(rb"(\S*) ([0-9]{1,9}) (\S{1,255}) ([a-z ]{1,20})")
 _READ_NBYTES = 1 << 16
 
 
+# What a mark says. The shell over a rank:
+COME = "has come"  # to a host that mpirun reaches: the rank begins
+NO_PACKAGE = "has no package there"  # its host does not have ringreduce where the launcher has it
+LIVES = "lives"  # every few seconds, for its host
+ENDED_WELL = "has ended well"
+STOPPED = "has stopped"  # with the status of a job that is to be run again
+DIED = "has died"
+# The rank:
+BEGUN = "has begun"  # to look for the others
+CONNECTED = "is connected"  # to all others by MPI, which reports deaths to it
+COMMIT = "has a commit"  # it has written one to disk
+AGREES = "agrees to stop"  # as all ranks of its world do
+BEGINS_AGAIN = "begins again"  # its commit is on disk, and it ends for a start on other hosts
+GONE_ON = "has gone on"  # after some of the others have failed
+STALLS = "stalls"  # none has gone on for long, and the job is to be ended
+# The launcher itself, of a rank that has died with the shell over it:
+DIED_UNSAID = "is gone"
+
+
 class Mark(NamedTuple):
     """A message of a rank, or of the shell that has started it, to the launcher.
 
     Attributes:
-        what: of the shell: ``"has ended well"``, ``"has stopped"``: with the status of a job that is to be run again;
-            ``"has died"``; ``"has come"``: on a host that mpirun reaches, it begins; ``"has no package there"``: its
-            host does not have ringreduce where the launcher has it;
-            ``"lives"``, every few seconds, for its host. Of the rank: ``"is connected"``, to all others by MPI, which
-            reports deaths to it; ``"has a commit"``: it has written one to disk; ``"begins again"``: its commit is on
-            disk, and it ends for a job on other hosts; ``"has gone on"`` after some of the others have failed;
-            ``"stalls"``: none has gone on for long, and the job is to be ended; ``"agrees to stop"``, as all ranks of
-            its world do.
+        what: one of the words above.
         rank: which.
         host: on which it runs, by its name there.
     """

@@ -22,9 +22,9 @@ from types import ModuleType
 from typing import IO, Any, cast
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.hosts import is_here
+from ringreduce.launcher.hosts import UNNAMED, is_here
 from ringreduce.launcher.schedulers import slurm_job, slurm_step
-from ringreduce.launcher.start import AGENTS, UNNAMED, Start
+from ringreduce.launcher.start import AGENTS, Start
 
 #: Begins the lines of answers; what the shells of a host write as well does not count.
 MARK = "ringreduce-answer "

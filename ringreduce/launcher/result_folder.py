@@ -20,7 +20,6 @@ from typing import IO
 
 from ringreduce.launcher import result_sender
 from ringreduce.launcher.cargo import base_python
-from ringreduce.launcher.job import say
 from ringreduce.launcher.reach import (
     MARK,
     PIECE_NBYTES,
@@ -34,6 +33,7 @@ from ringreduce.launcher.reach import (
     reaches,
 )
 from ringreduce.launcher.start import Start
+from ringreduce.launcher.stderr import say
 
 _NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}({'|'.join(map(re.escape, result_sender.DONE))})")
 _LOOK_EVERY_S = 1.0

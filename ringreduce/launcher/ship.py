@@ -18,9 +18,9 @@ from typing import IO, cast
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import unpack
 from ringreduce.launcher.cargo import Cargo, base_python
-from ringreduce.launcher.job import say
 from ringreduce.launcher.reach import Errand, HostProcess, ToAll, end_all, let_open, others
 from ringreduce.launcher.start import Start
+from ringreduce.launcher.stderr import say
 
 #: Shows a bar with a text; within it, the function is called with the bytes that were copied so far, and with all.
 _Progress = Callable[[str], AbstractContextManager[Callable[[int, int], object]]]

@@ -12,7 +12,8 @@ from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import read_file, require_ours
 from ringreduce.common.quantities import parse_seconds
 from ringreduce.common.settings import OneOf, PathOf, Seconds, Setting, WholeNumber, option, rows, switch
-from ringreduce.launcher.hosts import Cooldown, parse_host_file, parse_hosts
+from ringreduce.launcher.growth import Cooldown
+from ringreduce.launcher.hosts import parse_host_file, parse_hosts
 
 _MOST_NBYTES = 16 << 20  # of a file of hosts
 #: How hosts are named in a file, and on the command line.

@@ -18,24 +18,30 @@ from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import own_folder, require_writable
 from ringreduce.common.keys import KEY_VARIABLE, read_secret
 from ringreduce.common.settings import rows
-from ringreduce.launcher.hosts import LOCAL, SizePolicy, fill, is_here
-from ringreduce.launcher.job import HEARING, SUPERVISOR, say
+from ringreduce.launcher.hosts import LOCAL, UNNAMED, SizePolicy, fill, is_here
 from ringreduce.launcher.mpirun import Mpirun, find
 from ringreduce.launcher.python_line import PythonLine, script_of
 from ringreduce.launcher.schedulers import Allocation, slurm_job
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
+from ringreduce.launcher.stderr import say
 from ringreduce.launcher.stdin import is_passed_on, reader, with_program
 
 #: So often a host says that it lives within the time after which it is lost.
 _PULSES = 5
 
-#: The host of ranks where mpirun finds the hosts itself, or where there is this machine alone.
-UNNAMED = ""
-
 #: By which Open MPI is set to start more ranks than there are slots.
 _MAPPING = ("PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_rmaps_base_mapping_policy")
 
+#: Starts a rank where others survive it, and says how it has ended.
+SUPERVISOR = shell("rank")
+#: Lets a SIGUSR2 wait until the rank looks for it. It is blocked before there are any threads, and in all that the rank
+#: starts; mpirun sends it to these, too.
+HEARING = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2}); "
+    "os.execvp(sys.argv[1], sys.argv[1:])",
+)
 #: Lets the ranks of a host know which process a rank is.
 _KNOWN = shell("process")
 #: Gives a rank a file for all that it writes; takes the folder.

@@ -7,6 +7,7 @@ import os
 import stat
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import open_file, read_file, replace_file, require_writable
 from ringreduce.common.sealed_files import PLAIN
 from ringreduce.doctor.dumps import diagnose, load
-from ringreduce.launcher.discovery import Discovery
+from ringreduce.launcher.growth import Discovery
+from ringreduce.launcher.hosts import parse_hosts
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder
+from ringreduce.launcher.stderr import say
 from ringreduce.observe.job import job_report
 from ringreduce.observe.seen.snapshots import SeenCall, SeenSet, Snapshot
 from ringreduce.observe.seen.trace_file import read_trace
@@ -148,7 +151,7 @@ def test_a_script_that_finds_hosts_is_bounded(tmp_path: Path, capsys: pytest.Cap
     held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
     path.write_text(f"#!/bin/sh\nexec 3>{tmp_path}/held\n{program}\n")
     path.chmod(0o755)
-    discovery = Discovery(str(path), 1)
+    discovery = Discovery(str(path), partial(parse_hosts, slots=1), say)
     discovery.ask()
     assert discovery.hosts() == ({} if "zero" in program else {"h1": 2})
     assert ("prints more than 1 MiB" in capsys.readouterr().err) is ("zero" in program)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.hosts import Cooldown, Hosts, SizePolicy, parse_host_file, parse_hosts
+from ringreduce.launcher.growth import Cooldown, reason_to_change
+from ringreduce.launcher.hosts import Hosts, SizePolicy, parse_host_file, parse_hosts
+
+
+def reason(hosts: Hosts, policy: SizePolicy, now: float) -> str:
+    return reason_to_change(hosts.living, hosts.listed, sum(hosts.next_ranks(policy, now).values()))
+
 
 FOREVER, AT_ONCE, A_MINUTE = None, Cooldown(0, 0), Cooldown(60, 60)
 
@@ -81,18 +87,18 @@ def test_when_the_ranks_begin_again(
 ) -> None:
     """If there would be more, or some are where they should not be; never with fewer than the least."""
     policy = SizePolicy(2 if living.get("a", 0) > 1 else 1, 4, cooldown)
-    assert bool(Hosts(listed, living, deaths).reason_to_change(policy, 30.0)) is changes
+    assert bool(reason(Hosts(listed, living, deaths), policy, 30.0)) is changes
 
 
 def test_why_the_ranks_begin_again() -> None:
     """Each host with its own reason, and more slots only where that is the reason."""
     policy = SizePolicy(1, 9)
     hosts = Hosts({"a": 1, "e": 9}).started({"a": 2, "b": 1, "c": 1})
-    assert hosts.reason_to_change(policy, 0.0) == "b and c are no longer listed; a has fewer slots than ranks"
+    assert reason(hosts, policy, 0.0) == "b and c are no longer listed; a has fewer slots than ranks"
     hosts = Hosts({"a": 1, "b": 1}).started({"a": 2, "b": 2})
-    assert hosts.reason_to_change(policy, 0.0) == "a and b have fewer slots than ranks"
+    assert reason(hosts, policy, 0.0) == "a and b have fewer slots than ranks"
     hosts = Hosts({"a": 3}).started({"a": 2})
-    assert hosts.reason_to_change(policy, 0.0) == "there are slots for 3 ranks, and 2 live"
+    assert reason(hosts, policy, 0.0) == "there are slots for 3 ranks, and 2 live"
 
 
 def test_which_hosts_are_not_used_anew_and_until_when() -> None:

@@ -9,428 +9,443 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher.discovery import Discovery
-from ringreduce.launcher.hosts import Cooldown, SizePolicy
+from ringreduce.launcher.growth import Cooldown, Discovery
+from ringreduce.launcher.hosts import SizePolicy, parse_hosts
 from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.mpirun import Mpirun
 from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import Start
-
-OnMark = Callable[[Mark], None]
-Tell = Callable[[OnMark, Callable[[], None]], int]
+from ringreduce.launcher.states import TIME, Happening, LaunchEvent
+from ringreduce.launcher.stderr import say
 
 
 class Jobs:
-    """Stands for jobs: what happens in each is a function, which hears and looks as a job does, and returns a status.
+    """Stands for mpirun: what happens while each runs is a text of steps, and the last step is its status.
 
-    Args:
-        tells: what happens, by job.
+    ``3 connected``: so many ranks, of the first host; ``1@b has died``: a mark; ``lists a:2,b:1``: hosts from now on;
+    ``writes ...``: to its standard error; ``+5``: seconds pass; ``look``; ``11x1 0@a 1@b``: 11 looks, a second apart,
+    before each of which these ranks say that they live, until it is killed; ``SIGUSR1``: to this process.
 
     Attributes:
-        asked: how often ranks were asked to begin again, by job.
-        started: the ranks and the variables of each job.
+        log: what the launcher does: the second, and ``start`` with the ranks by host, ``ask``, ``end`` or ``kill``.
+        listed: the hosts that there are.
         now: the time.
-        ended: how often a job was ended.
-        killed: how often one was killed.
-        takes: whether jobs take signals.
-        asks_later: by job, whether it is to ask its ranks to stop once they listen.
-        written: what each writes to standard error.
-        logins: the command lines by which mpirun starts daemons.
+        hears: whether an mpirun takes signals.
+        logins: the command lines by which it starts daemons.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *tells: Tell) -> None:
-        self.asked: list[int] = []
-        self.started: list[tuple[Mapping[str, int], Mapping[str, str]]] = []
-        self.listed: dict[str, int] = {"a": 2}
-        self.written = b""
-        self.now, self.ended, self.killed = 0.0, 0, 0
-        self.takes = False
-        self.asks_later: list[bool] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, listed: str, *scripts: str) -> None:
+        self.log: list[str] = []
+        self.listed = parse_hosts(listed, 1)
+        self.now = 0.0
+        self.hears = True
         self.logins: list[list[str]] = []
-        jobs, left = self, list(tells)
+        jobs = self
+        left = [*scripts]
 
         class FakeJob:
-            stopped = asks_later = False
+            def __init__(
+                self,
+                start: Start,
+                line: object,
+                environment: object,
+                tell: Callable[[LaunchEvent], None],
+                **how: object,
+            ) -> None:
+                self._tell = tell
+                self._is_killed = False
+                self.written = b""
+                self.logins = lambda: jobs.logins
+                self.ask_to_leave = lambda: jobs.note("ask")
+                self.end = lambda: jobs.note("end")
+                self.pass_on = self.takes_twice = self.can_give_grace = lambda number: False
+                self.say = say
+                if how["asks_later"]:
+                    jobs.log[-1] += " warned"
 
             @property
-            def written(self) -> bytes:
-                return jobs.written
-
-            def __init__(self, line: list[str], environment: Mapping[str, str], on_mark: OnMark, **how: object) -> None:
-                self._on_mark, self._tell = on_mark, left.pop(0)
-                jobs.asked.append(0)
-
-            def wait(self, look: Callable[[], None]) -> int:
-                jobs.asks_later.append(self.asks_later)
-                return self._tell(self._on_mark, look)
-
-            def logins(self) -> list[list[str]]:
-                return jobs.logins
-
-            def signal_ranks(self) -> None:
-                jobs.asked[-1] += 1
-
-            def end(self) -> None:
-                jobs.ended += 1
+            def has_ended(self) -> bool:
+                return not jobs.hears
 
             def kill(self) -> None:
-                jobs.killed += 1
+                self._is_killed = True
+                jobs.note("kill")
 
-            def take(self, number: signal.Signals) -> bool:
-                return jobs.takes
+            def ask_to_stop(self) -> bool:
+                return False
 
-            def end_line(self) -> None:
-                pass
+            def wait(self, look: Callable[[], None]) -> int:
+                *steps, status = left.pop(0).split("; ")
+                for step in steps:
+                    self._do(step, look)
+                return int(status)
+
+            def _do(self, step: str, look: Callable[[], None]) -> None:
+                first, _, rest = step.partition(" ")
+                if rest == "connected":
+                    for rank in range(int(first)):
+                        self._tell(Mark("is connected", rank, next(iter(jobs.listed))))
+                elif "@" in first:
+                    rank, _, host = first.partition("@")
+                    self._tell(Mark(rest, int(rank), host))
+                elif first == "lists":
+                    jobs.listed = parse_hosts(rest, 1)
+                elif first == "writes":
+                    self.written = rest.encode()
+                elif first.startswith("SIG"):
+                    signal.raise_signal(signal.Signals[first])
+                elif first.startswith("+"):
+                    jobs.now += float(first)
+                elif step == "look":
+                    self._look(look)
+                elif step == "until killed":
+                    deadline = time.monotonic() + 60
+                    while not self._is_killed:
+                        assert time.monotonic() < deadline
+                        self._look(look)
+                        select.select([], [], [], 0.01)  # logins end by themselves, and nobody says so
+                else:
+                    count, seconds = first.split("x")
+                    for _ in range(int(count)):
+                        for each in rest.split():
+                            self._do(f"{each} lives", look)
+                        self._look(look)
+                        if self._is_killed:
+                            break
+                        jobs.now += float(seconds)
+
+            def _look(self, look: Callable[[], None]) -> None:
+                self._tell(Happening(TIME))
+                look()
 
         monkeypatch.setattr("ringreduce.launcher.restarts.Job", FakeJob)
         monkeypatch.setattr("time.sleep", self.wait)
+        monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
+    def note(self, what: str) -> None:
+        self.log.append(f"{self.now:.3g} {what}")
+
     def run(
         self, least: int, most: int, cooldown: Cooldown | None = None, *, grows: bool = True, **options: Any
     ) -> int:
-        spec = LaunchSpec(program=("true",), elastic=True, most=most if grows else None, **options)
-        started = self.started
+        jobs = self
 
         class Recorded(Start):
             def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-                started.append((dict(ranks), dict(more)))
+                hosts = ",".join(f"{host}:{count}" for host, count in ranks.items())
+                limit = more.get("RINGREDUCE_RESET_LIMIT")
+                jobs.note(f"start {hosts}" + (f" limit {limit}" if limit else ""))
                 return [], {}
 
+        spec = LaunchSpec(program=("true",), elastic=True, most=most if grows else None, **options)
         policy = SizePolicy(least, most, cooldown)
         start = Recorded(
             spec, Mpirun("mpirun", "Open MPI", 5), policy, frozenset({"me"}), remote=True, by_ssh=True, grows=True
         )
-        listed = None if spec.script else lambda: self.listed
-        return Restarts(start, listed, lambda: self.now).run()
+        return Restarts(start, None if spec.script else lambda: self.listed, lambda: self.now).run()
 
 
-def begin(on_mark: OnMark, size: int, host: str = "a") -> None:
-    for rank in range(size):
-        on_mark(Mark("is connected", rank, host))
+class Case(NamedTuple):
+    """What happens, and what follows.
 
-
-def test_ranks_are_not_asked_once_one_has_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its training is over, and so is that of the others."""
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        jobs.listed = {"a": 3}
-        look()
-        on_mark(Mark("has ended well", 0, "a"))
-        look()
-        return 0
-
-    jobs = Jobs(monkeypatch, job)
-    assert jobs.run(1, 3) == 0
-    assert jobs.asked == [1]
-
-
-def test_the_limit_of_a_job_is_never_negative(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where ranks that have not heard of it have changed past it: the next job has none left."""
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        on_mark(Mark("has gone on", 0, "a"))
-        on_mark(Mark("begins again", 0, "a"))
-        return 0
-
-    def last(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, last)
-    assert jobs.run(1, 2, reset_limit=1) == 0
-    assert [more["RINGREDUCE_RESET_LIMIT"] for _, more in jobs.started] == ["1", "0"]
-
-
-def test_a_crash_at_the_end_of_a_job_that_begins_again_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host has all its slots in the next job, though without a cooldown a death is for ever."""
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        jobs.listed = {"a": 3}
-        look()
-        on_mark(Mark("begins again", 0, "a"))
-        on_mark(Mark("has died", 1, "a"))
-        return 1
-
-    def last(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, last)
-    assert jobs.run(2, 3) == 0
-    assert [ranks for ranks, _ in jobs.started] == [{"a": 2}, {"a": 3}]
-
-
-def test_a_job_without_a_start_has_failed_though_a_rank_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 ended well before `init`, which rank 0 noticed, ended, and told first; mpirun says 0 of both."""
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has died", 0, "a"))
-        on_mark(Mark("has ended well", 1, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, job)
-    assert jobs.run(1, 2) == 1
-    assert jobs.ended == 1
-
-
-@pytest.mark.parametrize("why", ["agreed", "warned", "due"])
-def test_no_job_begins_where_one_has_failed_that_was_to_stop(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """Whoever asked: its ranks agreed, or this process was warned and they listen, or the allocation ends."""
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        if why == "agreed":
-            on_mark(Mark("agrees to stop", 0, "a"))
-        elif why == "warned":
-            on_mark(Mark("has a commit", 0, "a"))
-            os.kill(os.getpid(), signal.SIGUSR1)
-        on_mark(Mark("has died", 1, "a"))
-        return 1
-
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    jobs = Jobs(monkeypatch, job)
-    jobs.takes = True
-    due = {"stop_before_s": 60.0} if why == "due" else {}
-    assert jobs.run(1, 2, restarts=1, **due) == os.EX_TEMPFAIL
-    assert len(jobs.started) == 1
-
-
-def test_the_job_after_one_that_failed_when_it_was_warned_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nobody knows whether SIGUSR1 was to stop it: it had made no commit, and its ranks had not agreed."""
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return 1
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, second)
-    jobs.takes = True
-    assert jobs.run(1, 2, restarts=1) == 0
-    assert jobs.asks_later == [False, True]
-
-
-def test_hosts_that_count_as_failing_are_named_where_slots_are_too_few(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With how long they do, as the job waits and when it gives up."""
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        on_mark(Mark("has died", 1, "a"))
-        return 1
-
-    jobs = Jobs(monkeypatch, job)
-    with pytest.raises(ConfigError, match=r"0 slots .*; a counts as failing for another 9. s; add hosts"):
-        jobs.run(2, 2, Cooldown(100, 100), restarts=1, start_timeout_s=5.0)
-    assert "waiting for 2 slots; 0 can be used; a counts as failing for another 98 s" in capsys.readouterr().err
-
-
-def test_users_hear_once_that_no_rank_listens(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """30 s after the first request, unless a death has withdrawn that."""
-    said: list[bool] = []
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        jobs.listed = {"a": 3}
-        for seconds in (0.0, 29.0, 1.0, 1.0):
-            jobs.wait(seconds)
-            if len(said) == 2:
-                on_mark(Mark("has gone on", 0, "a"))
-            look()
-            said.append("no rank has begun again" in capsys.readouterr().err)
-        for _ in range(40):
-            jobs.wait(1.0)
-            look()
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, job)
-    assert jobs.run(1, 3) == 0
-    assert said == [False] * 4
-    assert capsys.readouterr().err.count("no rank has begun again 30 s after they were asked to") == 1
-
-
-@pytest.mark.parametrize("went_on", [True, False])
-def test_ranks_that_go_on_while_others_begin_again_are_ended(monkeypatch: pytest.MonkeyPatch, went_on: bool) -> None:
-    """A death splits them: those that have said so know that all is on disk, and the next job begins with that."""
-
-    def splitting(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        on_mark(Mark("begins again", 0, "a"))
-        if went_on:
-            on_mark(Mark("has gone on", 0, "a"))
-        else:
-            look()
-            assert jobs.ended == 0
-            jobs.now += 31
-        look()
-        assert jobs.ended == 1
-        return 143
-
-    def ending(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        look()
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, splitting, ending)
-    assert jobs.run(1, 2) == 0
-    assert len(jobs.started) == 2
-    assert jobs.ended == 1
-
-
-@pytest.mark.parametrize("other", ["a", "me"])
-def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: str) -> None:
-    """The job is killed, and begins again from its commit on the other, this one or not; no restart is spent."""
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2, other)
-        on_mark(Mark("has a commit", 0, other))
-        on_mark(Mark("lives", 1, "b"))
-        while not jobs.killed:
-            on_mark(Mark("lives", 0, other))
-            look()
-            look()  # less than a second later
-            jobs.now += 1.0
-        return 137
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, other))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, second)
-    jobs.listed = {other: 1, "b": 1}
-    assert jobs.run(1, 2) == 0
-    assert [ranks for ranks, _ in jobs.started] == [{other: 1, "b": 1}, {other: 1}]
-    assert (jobs.killed, jobs.now) == (1, 11.0)
-    said = capsys.readouterr().err
-    assert "b is lost: it has said nothing for 10 s; it is used again once it answers" in said
-    assert "begins again from its last commit, without b" in said
-
-
-def test_a_host_whose_speaker_has_ended_is_not_expected_to_speak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rank has died, or has ended well; nor is one that never spoke."""
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 3)
-        on_mark(Mark("lives", 0, "a"))
-        on_mark(Mark("lives", 1, "b"))
-        on_mark(Mark("has died", 1, "b"))
-        on_mark(Mark("has ended well", 0, "a"))
-        for _ in range(30):
-            look()
-            jobs.now += 1.0
-        return 0
-
-    jobs = Jobs(monkeypatch, job)
-    jobs.listed = {"a": 1, "b": 1, "c": 1}
-    assert jobs.run(1, 3) == 0
-    assert jobs.killed == 0
-
-
-def test_a_lost_host_without_a_commit_spends_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nothing to go on from: the job ends, unless it may be started again."""
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        on_mark(Mark("lives", 1, "b"))
-        while not jobs.killed:
-            on_mark(Mark("lives", 0, "a"))
-            look()
-            jobs.now += 1.0
-        return 137
-
-    jobs = Jobs(monkeypatch, job)
-    jobs.listed = {"a": 1, "b": 1}
-    assert jobs.run(1, 2) == 137
-
-
-@pytest.mark.parametrize("has_commit", [True, False])
-def test_a_lost_daemon_spends_no_restart_where_there_is_a_commit(
-    monkeypatch: pytest.MonkeyPatch, has_commit: bool
-) -> None:
-    """All hosts are used again; mpirun's status says that it has lost one."""
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        if has_commit:
-            on_mark(Mark("has a commit", 0, "a"))
-        return 255
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, second)
-    assert jobs.run(1, 2) == (0 if has_commit else 255)
-    assert [ranks for ranks, _ in jobs.started] == [{"a": 2}] * (2 if has_commit else 1)
-
-
-@pytest.mark.parametrize("come", [0, 2])
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_job_begins_without_a_host_that_is_down(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], come: int, restarts: int
-) -> None:
-    """It spends no restart as long as no rank has begun; after that and before a commit it does, or the job ends, and
-    nobody is told that the host is used again.
+    Attributes:
+        listed: the hosts at first.
+        scripts: of each mpirun that is started.
+        log: what the launcher does.
+        status: of the job.
+        said: what users read, once each.
+        unsaid: what they do not read.
+        least, most: number of ranks.
+        options: of the job; ``error``: it raises this.
     """
 
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, come)
-        jobs.written = b"prterun: daemon failed to report back\n  Local host:    a\n  Remote host:   b\n"
-        return 255
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        jobs.written = b""
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, second)
-    jobs.listed = {"a": 1, "b": 1}
-    goes_on = come == 0 or restarts == 1
-    assert jobs.run(1, 2, restarts=restarts) == (0 if goes_on else 255)
-    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1}][: 1 + goes_on]
-    said = capfd.readouterr().err
-    assert ("b is lost: mpirun has no connection to it; it is used again once it answers" in said) == goes_on
-    assert ("b is lost: mpirun has no connection to it; the job ends" in said) != goes_on
-    assert ("the job begins without b" in said) == (come == 0)
+    listed: str
+    scripts: tuple[str, ...]
+    log: str
+    status: int = 0
+    said: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
+    least: int = 1
+    most: int = 2
+    options: Mapping[str, Any] = {}
 
 
-def test_restarts_wait_and_come_back_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1, 2 and 4 seconds; a job that has written a commit gives all of them back, and the first wait is short again."""
-    begun: list[float] = []
+WELL = "0@a has ended well; 0"
+LOSING = "2 connected; 0@a has a commit; writes Remote host: b\n; 1"
+SILENT_B = "3x1 0@a 1@b; 30x1; 9x1 0@a"
+DEAF = "{who} has said nothing for 10 s: mpirun or its output is stopped; no host counts as lost\n"
+LOST_DAEMON = (
+    "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun-me-7@0,{number}] on node {node}\n"
+)
+BY_AGENT = "Remote host: me\nringreduce: what mpirun has started on b is lost\n"
+DOWN = "writes prterun: daemon failed to report back\n  Local host:    a\n  Remote host:   b\n; 255"
+NO_CONNECTION = "b is lost: mpirun has no connection to it; "
+USED_AGAIN = NO_CONNECTION + "it is used again once it answers"
 
-    def failing(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begun.append(jobs.now)
-        return 1
 
-    def working(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begun.append(jobs.now)
-        on_mark(Mark("has a commit", 0, "a"))
-        return 1
+def numbered(node: str) -> str:
+    """A job that loses daemon 1; daemon 1 is that of the first host but mpirun's own."""
+    told = "; ".join(f"{rank}@a-and-b has come" for rank in range(2))
+    said = LOST_DAEMON.format(number=1, node=node)
+    return f"{told}; 2 connected; 0@a-and-b has a commit; writes {said}; 1"
 
-    jobs = Jobs(monkeypatch, failing, failing, failing, working, failing, failing, failing)
-    assert jobs.run(1, 2, restarts=3) == 1
-    assert begun == [0.0, 1.0, 3.0, 7.0, 8.0, 10.0, 14.0]
+
+CASES = {
+    "ranks are not asked once one has ended well": Case(
+        "a:2",
+        ("2 connected; lists a:3; look; 0@a has ended well; look; 0",),
+        "0 start a:2; 0 ask",
+        most=3,
+    ),
+    "the limit of a job is never negative": Case(
+        "a:2",
+        ("2 connected; 0@a has gone on; 0@a begins again; 0", WELL),
+        "0 start a:2 limit 1; 0 start a:2 limit 0",
+        options={"reset_limit": 1},
+    ),
+    "a crash at the end of a job that begins again is no death": Case(
+        "a:2",
+        ("2 connected; lists a:3; look; 0@a begins again; 1@a has died; 1", WELL),
+        "0 start a:2; 0 ask; 0 start a:3",
+        least=2,
+        most=3,
+    ),
+    "a job without a start has failed though a rank ended well": Case(
+        "a:2", ("0@a has died; 1@a has ended well; 0",), "0 start a:2; 0 end", 1
+    ),
+    "no job begins where one has failed whose ranks agreed to stop": Case(
+        "a:2",
+        ("2 connected; 0@a agrees to stop; 1@a has died; 1",),
+        "0 start a:2",
+        os.EX_TEMPFAIL,
+        options={"restarts": 1},
+    ),
+    "no job begins where one has failed that was warned": Case(
+        "a:2",
+        ("2 connected; 0@a has a commit; SIGUSR1; 1@a has died; 1",),
+        "0 start a:2",
+        os.EX_TEMPFAIL,
+        options={"restarts": 1},
+    ),
+    "no job begins where one has failed and the allocation ends": Case(
+        "a:2",
+        ("2 connected; 1@a has died; 1",),
+        "0 start a:2",
+        os.EX_TEMPFAIL,
+        options={"restarts": 1, "stop_before_s": 60.0},
+    ),
+    # Nobody knows whether SIGUSR1 was to stop it: it had made no commit, and its ranks had not agreed.
+    "the job after one that failed when it was warned is warned": Case(
+        "a:2",
+        ("2 connected; SIGUSR1; 1", WELL),
+        "0 start a:2; 1 start a:2 warned",
+        options={"restarts": 1},
+    ),
+    "hosts that count as failing are named where slots are too few": Case(
+        "a:2",
+        ("2 connected; 1@a has died; 1",),
+        "0 start a:2",
+        said=("waiting for 2 slots; 0 can be used; a counts as failing for another 98 s",),
+        least=2,
+        options={
+            "cooldown": Cooldown(100, 100),
+            "restarts": 1,
+            "start_timeout_s": 5.0,
+            "error": "0 slots .*; a counts as failing for another 9. s; add hosts",
+        },
+    ),
+    # A death withdraws the first request, so that the 30 s begin again; then users hear it once.
+    "users hear that no rank listens after 30 s": Case(
+        "a:2",
+        ("2 connected; lists a:3; look; +29; look; +1; 0@a has gone on; look; +29; look; 0@a has ended well; 0",),
+        "0 start a:2; 0 ask; 29 ask; 30 ask; 59 ask",
+        unsaid=("no rank has begun again",),
+        most=3,
+    ),
+    "users hear once that no rank listens": Case(
+        "a:2",
+        ("2 connected; lists a:3; look; +30; look; +30; look; +30; look; 0@a has ended well; 0",),
+        "0 start a:2; 0 ask; 30 ask; 60 ask; 90 ask",
+        said=("no rank has begun again 30 s after they were asked to",),
+        most=3,
+    ),
+    # Those that have said so know that all is on disk, and the next job begins with that.
+    "ranks that go on while others begin again are ended": Case(
+        "a:2",
+        ("2 connected; 0@a begins again; 0@a has gone on; look; 143", f"2 connected; look; {WELL}"),
+        "0 start a:2; 0 end; 0 start a:2",
+    ),
+    "ranks that do not end 30 s after others begin again are ended": Case(
+        "a:2",
+        ("2 connected; 0@a begins again; look; +31; look; 143", f"2 connected; look; {WELL}"),
+        "0 start a:2; 31 end; 31 start a:2",
+    ),
+    **{
+        f"a silent host is lost, beside {other}": Case(
+            f"{other}:1,b:1",
+            (f"2 connected; 0@{other} has a commit; 1@b lives; 30x0.5 0@{other}; 137", f"0@{other} has ended well; 0"),
+            f"0 start {other}:1,b:1; 10 kill; 10 start {other}:1",
+            said=(
+                "b is lost: it has said nothing for 10 s; it is used again once it answers",
+                "begins again from its last commit, without b",
+            ),
+        )
+        for other in ("a", "me")
+    },
+    "a host whose speaker has ended, or that never spoke, is not expected to speak": Case(
+        "a:1,b:1,c:1",
+        ("3 connected; 0@a lives; 1@b lives; 1@b has died; 0@a has ended well; 30x1; 0",),
+        "0 start a:1,b:1,c:1",
+        most=3,
+    ),
+    "a lost host without a commit spends restarts": Case(
+        "a:1,b:1", ("2 connected; 1@b lives; 20x1 0@a; 137",), "0 start a:1,b:1; 10 kill", 137
+    ),
+    "a lost daemon spends no restart where there is a commit": Case(
+        "a:2", ("2 connected; 0@a has a commit; 255", WELL), "0 start a:2; 0 start a:2"
+    ),
+    "a lost daemon spends a restart where there is no commit": Case("a:2", ("2 connected; 255",), "0 start a:2", 255),
+    "a job begins without a host that is down": Case(
+        "a:1,b:1",
+        (DOWN, WELL),
+        "0 start a:1,b:1; 0 start a:1",
+        said=(USED_AGAIN, "the job begins without b"),
+    ),
+    "a job that has begun ends with a host that is down": Case(
+        "a:1,b:1", (f"2 connected; {DOWN}",), "0 start a:1,b:1", 255, (NO_CONNECTION + "the job ends",)
+    ),
+    "a job that has begun spends a restart on a host that is down": Case(
+        "a:1,b:1",
+        (f"2 connected; {DOWN}", WELL),
+        "0 start a:1,b:1; 1 start a:1",
+        said=(USED_AGAIN,),
+        unsaid=("the job begins without b",),
+        options={"restarts": 1},
+    ),
+    # A commit gives all restarts back, and the first wait is short again.
+    "restarts wait 1, 2 and 4 seconds and come back with steps": Case(
+        "a:2",
+        ("1", "1", "1", "0@a has a commit; 1", "1", "1", "1"),
+        "; ".join(f"{second} start a:2" for second in (0, 1, 3, 7, 8, 10, 14)),
+        1,
+        options={"restarts": 3},
+    ),
+    "a lost host may be unlisted or call itself otherwise": Case(
+        "10.0.0.1:1,10.0.0.2:1",
+        (
+            "2 connected; 0@one has a commit; 1@two lives; 10x1 0@one; lists 10.0.0.1:1; 1x1 0@one; 137",
+            "0@one has ended well; 0",
+        ),
+        "0 start 10.0.0.1:1,10.0.0.2:1; 10 kill; 10 start 10.0.0.1:1",
+    ),
+    # That of the first job is on disk.
+    "a commit counts after a new start on other hosts": Case(
+        "a:1,b:1",
+        ("1 connected; 0@a has a commit; 0@a begins again; 0", "1@b lives; 20x1 0@a; 137", WELL),
+        "0 start a:1,b:1; 0 start a:1,b:1; 10 kill; 10 start a:1",
+    ),
+    "a lost host is known by its daemon's number": Case(
+        "a:1,b:1",
+        (f"2 connected; 0@a has a commit; writes {LOST_DAEMON.format(number=2, node='me')}; 1", WELL),
+        "0 start a:1,b:1; 0 start a:1",
+    ),
+    "a lost host is known by the agent": Case(
+        "a:1,b:1",
+        (
+            f"2 connected; 0@a has a commit; writes {BY_AGENT}; 1",
+            WELL,
+        ),
+        "0 start a:1,b:1; 0 start a:1",
+    ),
+    "the name of a node that is that of no host": Case(
+        "127.0.0.2:1,10.0.0.2:1",
+        (numbered("two"), WELL),
+        "0 start 127.0.0.2:1,10.0.0.2:1; 0 start 127.0.0.2:1,10.0.0.2:1",
+    ),
+    "the name of a node that is that of several hosts, one of which is mpirun's": Case(
+        "127.0.0.2:1,10.0.0.2:1", (numbered("me"), WELL), "0 start 127.0.0.2:1,10.0.0.2:1; 0 start 127.0.0.2:1"
+    ),
+    "the name of a node that is that of several hosts elsewhere": Case(
+        "a:1,b:1", (numbered("a-and-b"), WELL), "0 start a:1,b:1; 0 start b:1"
+    ),
+    "what a rank writes of ssh is no lost host": Case(
+        "a:2",
+        (
+            "2 connected; 0@a has ended well; writes ssh: connect to host example.org port 22: Connection refused\n"
+            "Remote host: x\n; 0",
+        ),
+        "0 start a:2",
+        options={"restarts": 1},
+    ),
+    "ranks that have died are replaced where the job may grow": Case(
+        "a:2,b:2",
+        (f"2 connected; 0@a has a commit; 1@a has died; look; {WELL}",),
+        "0 start a:2; 0 ask",
+    ),
+    "a job that is just elastic goes on with the ranks that live": Case(
+        "a:2,b:2",
+        (f"2 connected; 0@a has a commit; 1@a has died; look; {WELL}",),
+        "0 start a:2",
+        options={"grows": False},
+    ),
+    # Words that come again come from one host before the other; a host that is silent then is lost.
+    "no host is lost while no words come": Case(
+        "a:1,b:1",
+        (f"2 connected; 0@a has a commit; {SILENT_B}; {SILENT_B}; 1x1 1@b; 11x1 0@a; 137", WELL),
+        "0 start a:1,b:1; 94 kill; 94 start a:1",
+        said=(DEAF.format(who="every host"),),
+    ),
+    "no host is lost while this host says nothing": Case(
+        "me:1,b:1",
+        (
+            f"2 connected; 0@me has a commit; {SILENT_B}; {SILENT_B}; 1x1 1@b; 11x1 0@a; 137".replace("0@a", "0@me"),
+            "0@me has ended well; 0",
+        ),
+        "0 start me:1,b:1; 94 kill; 94 start me:1",
+        said=(DEAF.format(who="this host"),),
+    ),
+    "no host is lost while this host and another say nothing": Case(
+        "b:1,c:1,me:1",
+        (
+            "3 connected; 0@me has a commit; 3x1 0@me 2@c 1@b; 30x1 1@b; 9x1 0@me 1@b; "
+            "3x1 0@me 2@c 1@b; 30x1 1@b; 9x1 0@me 1@b; 1x1 2@c; 11x1 0@me 1@b; 137",
+            "0@me has ended well; 0",
+        ),
+        "0 start b:1,c:1,me:1; 94 kill; 94 start b:1,me:1",
+        said=(DEAF.format(who="this host"),),
+        most=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_follows_from_what_ranks_say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    case = CASES[name]
+    jobs = Jobs(monkeypatch, case.listed, *case.scripts)
+    options = dict(case.options)
+    error = options.pop("error", None)
+    cooldown = options.pop("cooldown", None)
+    if error is None:
+        assert jobs.run(case.least, case.most, cooldown, **options) == case.status
+    else:
+        with pytest.raises(ConfigError, match=error):
+            jobs.run(case.least, case.most, cooldown, **options)
+    text = capsys.readouterr().err
+    assert "; ".join(jobs.log) == case.log
+    assert [said for said in case.said if text.count(said) != 1] == []
+    assert [said for said in case.unsaid if said in text] == []
 
 
 def test_a_script_is_asked_again_before_a_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -440,166 +455,20 @@ def test_a_script_is_asked_again_before_a_restart(monkeypatch: pytest.MonkeyPatc
     script = tmp_path / "hosts.sh"
     script.write_text(f"#!/bin/sh\ncat {listed}\n")
     script.chmod(0o755)
-
-    def failing(on_mark: OnMark, look: Callable[[], None]) -> int:
-        return 1
-
-    def ending(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
     sleep = time.sleep
 
     def wait(seconds: float) -> None:
-        if not jobs.started:
+        if not jobs.log:
             sleep(seconds)  # until the thread has the first answer
             return
         jobs.wait(seconds)
         listed.write_text("a:1\nc:1\n")
 
     monkeypatch.setattr(Discovery, "ask_for_ever", Discovery.ask)  # in place of every second
-    jobs = Jobs(monkeypatch, failing, ending)
+    jobs = Jobs(monkeypatch, "", "1", WELL)
     monkeypatch.setattr("time.sleep", wait)
     assert jobs.run(2, 2, restarts=1, script=str(script)) == 0
-    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1, "c": 1}]
-
-
-def test_a_lost_host_may_be_unlisted_or_call_itself_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a script drops it, or addresses are listed: the job begins again without it."""
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        on_mark(Mark("has a commit", 0, "one"))
-        on_mark(Mark("lives", 1, "two"))
-        jobs.listed = {"10.0.0.1": 1}
-        while not jobs.killed:
-            on_mark(Mark("lives", 0, "one"))
-            look()
-            jobs.now += 1.0
-        return 137
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "one"))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, second)
-    jobs.listed = {"10.0.0.1": 1, "10.0.0.2": 1}
-    assert jobs.run(1, 2) == 0
-    assert [ranks for ranks, _ in jobs.started] == [{"10.0.0.1": 1, "10.0.0.2": 1}, {"10.0.0.1": 1}]
-
-
-def test_a_commit_counts_after_a_new_start_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that is lost before the second job has written one ends nothing: that of the first is on disk."""
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 1)
-        on_mark(Mark("has a commit", 0, "a"))
-        on_mark(Mark("begins again", 0, "a"))
-        return 0
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("lives", 1, "b"))
-        while not jobs.killed:
-            on_mark(Mark("lives", 0, "a"))
-            look()
-            jobs.now += 1.0
-        return 137
-
-    def third(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, second, third)
-    jobs.listed = {"a": 1, "b": 1}
-    assert jobs.run(1, 2) == 0
-    assert [ranks for ranks, _ in jobs.started][-1] == {"a": 1}
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun-me-7@0,2] on node me\n",
-        "Remote host: me\nringreduce: what mpirun has started on b is lost\n",
-    ],
-)
-def test_a_lost_host_that_mpirun_calls_otherwise(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    """As it does where hosts are parts of one machine: it is known by its daemon's number, or by the agent."""
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        jobs.written = b""
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, losing, second)
-    jobs.listed = {"a": 1, "b": 1}
-    jobs.written = said.encode()
-    assert jobs.run(1, 2) == 0
-    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1}]
-
-
-@pytest.mark.parametrize(
-    ("listed", "node", "lost"),
-    [
-        pytest.param(["127.0.0.2", "10.0.0.2"], "two", [], id="of no host"),
-        pytest.param(["127.0.0.2", "10.0.0.2"], "me", ["10.0.0.2"], id="of several, one of which is mpirun's"),
-        pytest.param(["a", "b"], "a-and-b", ["a"], id="of several elsewhere"),
-    ],
-)
-def test_the_number_of_a_daemon_counts_where_its_name_is_that_of_several_hosts(
-    monkeypatch: pytest.MonkeyPatch, listed: list[str], node: str, lost: list[str]
-) -> None:
-    """Daemon 1 is that of the first host but mpirun's own, which may be listed by an address of this machine."""
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        for rank in range(2):
-            on_mark(Mark("has come", rank, "a-and-b"))
-        begin(on_mark, 2, "a-and-b")
-        on_mark(Mark("has a commit", 0, "a-and-b"))
-        return 1
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        jobs.written = b""
-        on_mark(Mark("has ended well", 0, "a-and-b"))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, second)
-    jobs.listed = dict.fromkeys(listed, 1)
-    said = "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun-me-7@0,1] on node"
-    jobs.written = f"{said} {node}\n".encode()
-    assert jobs.run(1, 2) == 0
-    assert [[*ranks] for ranks, _ in jobs.started] == [listed, [host for host in listed if host not in lost]]
-
-
-def test_what_a_rank_writes_of_ssh_is_no_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that has ended well stays so."""
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, job)
-    jobs.written = b"ssh: connect to host example.org port 22: Connection refused\nRemote host: x\n"
-    assert jobs.run(1, 2, restarts=1) == 0
-    assert len(jobs.started) == 1
-
-
-@pytest.mark.parametrize("grows", [True, False])
-def test_ranks_that_have_died_are_replaced_where_the_job_may_grow(monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
-    """On slots of other hosts; a job that is just elastic goes on with those that live."""
-
-    def job(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        on_mark(Mark("has a commit", 0, "a"))
-        on_mark(Mark("has died", 1, "a"))
-        look()
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, job)
-    jobs.listed = {"a": 2, "b": 2}
-    assert jobs.run(1, 2, grows=grows) == 0
-    assert jobs.asked == [int(grows)]
+    assert jobs.log == ["0 start a:1,b:1", "1 start a:1,c:1"]
 
 
 @pytest.mark.parametrize(
@@ -612,109 +481,47 @@ def test_a_signal_between_two_jobs_ends_the_run(
 ) -> None:
     """In the pause after a failure, or while slots are too few; SIGUSR1 as a stop. SIGUSR2 is for ranks alone."""
 
-    def failing(on_mark: OnMark, look: Callable[[], None]) -> int:
-        begin(on_mark, 2)
-        if waits:
-            jobs.listed = {}
-            jobs.now += 100.0  # there is no pause left
-        return 1
-
-    def well(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
     def wait(seconds: float) -> None:
         jobs.now += seconds
         if jobs.now > (102.0 if waits else 0.5) and not jobs.listed.get("b"):
             jobs.listed = {"a": 2, "b": 1}
             signal.raise_signal(number)
 
-    jobs = Jobs(monkeypatch, failing, well)
+    no_slots = "lists ,; +100; " if waits else ""  # and there is no pause left
+    jobs = Jobs(monkeypatch, "a:2", f"2 connected; {no_slots}1", WELL)
+    jobs.hears = False
     monkeypatch.setattr("time.sleep", wait)
     before = signal.getsignal(number)
     assert jobs.run(2, 2, restarts=1) == status
-    assert len(jobs.started) == (2 if number == signal.SIGUSR2 else 1)
+    assert len(jobs.log) == (2 if number == signal.SIGUSR2 else 1)
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize(
-    ("heard", "silent"),
-    [
-        pytest.param([(0, "a")], [(1, "b")], id="all"),
-        pytest.param([(0, "me")], [(1, "b")], id="this host too"),
-        pytest.param([(0, "me")], [(2, "c")], id="this host and another, one is heard"),
-    ],
-)
-def test_no_host_is_lost_while_words_do_not_come(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    heard: list[tuple[int, str]],
-    silent: list[tuple[int, str]],
-) -> None:
-    """Nor as they come again, those of one host before those of another, which users hear once; later one is."""
-    others = [(1, "b")] if silent != [(1, "b")] else []
-
-    def first(on_mark: OnMark, look: Callable[[], None]) -> int:
-        def seconds(count: int, *speaking: tuple[int, str]) -> None:
-            for _ in range(count):
-                for rank, host in speaking:
-                    on_mark(Mark("lives", rank, host))
-                look()
-                jobs.now += 1.0
-
-        begin(on_mark, len(jobs.listed), heard[0][1])
-        on_mark(Mark("has a commit", *heard[0]))
-        for _ in range(2):
-            seconds(3, *heard, *silent, *others)
-            seconds(30, *others)
-            seconds(9, *heard, *others)
-        seconds(1, *silent)
-        assert jobs.killed == 0
-        seconds(11, *heard, *others)
-        assert jobs.killed == 1
-        return 137
-
-    def second(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", *heard[0]))
-        return 0
-
-    jobs = Jobs(monkeypatch, first, second)
-    jobs.listed = {host: 1 for _, host in sorted(heard + others + silent)}
-    assert jobs.run(1, 3) == 0
-    left = {host: 1 for _, host in heard + others}
-    assert [ranks for ranks, _ in jobs.started] == [jobs.listed, left]
-    who = "this host" if heard[0][1] == "me" else "every host"
-    assert (
-        capsys.readouterr().err.count(
-            f"{who} has said nothing for 10 s: mpirun or its output is stopped; no host counts as lost\n"
-        )
-        == 1
-    )
+# ---- what is asked by ssh ----
 
 
-def make_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, then: str) -> Path:
+def make_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
+    """Put a program ssh on the path."""
+    path = folder / "bin" / "ssh"
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+
+def make_telling_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, then: str) -> Path:
     """Put a program ssh on the path that opens a pipe, writes its arguments there, and goes on as given."""
     pipe = folder / "pipe"
     os.mkfifo(pipe)
-    program = folder / "ssh"
-    program.write_text(f'#!/bin/sh\nexec 3>"{pipe}"\necho "$*" >&3\n{then}\n')
-    program.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    make_ssh(monkeypatch, folder, f'exec 3>"{pipe}"\necho "$*" >&3\n{then}')
     return pipe
-
-
-def losing(on_mark: OnMark, look: Callable[[], None]) -> int:
-    """End as a job does whose mpirun says that it has lost a host."""
-    begin(on_mark, 2)
-    on_mark(Mark("has a commit", 0, "a"))
-    return 1
 
 
 def test_a_lost_host_is_asked_while_a_job_waits_for_slots(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """And is used once it answers; when it is lost again, the job begins again once others are there."""
-    pipe = make_ssh(monkeypatch, tmp_path, "exit 0")
+    pipe = make_telling_ssh(monkeypatch, tmp_path, "exit 0")
     said: list[str] = []
 
     def wait(seconds: float) -> None:
@@ -722,20 +529,10 @@ def test_a_lost_host_is_asked_while_a_job_waits_for_slots(
         if not said and jobs.now > 2.0:
             said.append(pipe.read_text())
 
-    def losing_again(on_mark: OnMark, look: Callable[[], None]) -> int:
-        jobs.listed = {"a": 1, "b": 1, "c": 1}
-        return losing(on_mark, look)
-
-    def ending(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
-
-    jobs = Jobs(monkeypatch, losing, losing_again, ending)
-    jobs.listed = {"a": 1, "b": 1}
-    jobs.written = b"Remote host: b\n"
+    jobs = Jobs(monkeypatch, "a:1,b:1", LOSING, f"lists a:1,b:1,c:1; {LOSING}", WELL)
     monkeypatch.setattr("time.sleep", wait)
     assert jobs.run(2, 2, start_timeout_s=1e5) == 0
-    assert [ranks for ranks, _ in jobs.started] == [{"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "c": 1}]
+    assert [each.split()[-1] for each in jobs.log] == ["a:1,b:1", "a:1,b:1", "a:1,c:1"]
     assert said[0].endswith(" b true\n")
     text = capsys.readouterr().err
     assert "waiting for 2 slots; 1 can be used; b is lost\n" in text
@@ -745,7 +542,7 @@ def test_a_lost_host_is_asked_while_a_job_waits_for_slots(
 
 def test_what_asks_a_lost_host_ends_with_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Though the login there hangs, and SIGTERM does not help; the host is named where slots were too few."""
-    pipe = make_ssh(monkeypatch, tmp_path, "trap '' TERM; exec sleep 200")
+    pipe = make_telling_ssh(monkeypatch, tmp_path, "trap '' TERM; exec sleep 200")
     opened: list[TextIO] = []
 
     def wait(seconds: float) -> None:
@@ -754,9 +551,7 @@ def test_what_asks_a_lost_host_ends_with_the_launcher(monkeypatch: pytest.Monkey
             opened.append(pipe.open())
             opened[0].readline()  # it has begun
 
-    jobs = Jobs(monkeypatch, losing)
-    jobs.listed = {"a": 1, "b": 1}
-    jobs.written = b"Remote host: b\n"
+    jobs = Jobs(monkeypatch, "a:1,b:1", LOSING)
     monkeypatch.setattr("time.sleep", wait)
     with pytest.raises(ConfigError, match=r"1 slots .*; b is lost; add hosts"):
         jobs.run(2, 2, start_timeout_s=5.0)
@@ -768,27 +563,10 @@ def test_ranks_that_do_not_come_to_their_hosts_end_the_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """And of these hosts the one is lost whose login does not answer."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text("#!/bin/sh\ncase $* in *' b true') exit 1;; esac\n")
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-    def coming(on_mark: OnMark, look: Callable[[], None]) -> int:
-        for rank in range(2):
-            on_mark(Mark("has come", rank, "a"))
-        jobs.now += 4.9
-        look()
-        assert jobs.ended == 0
-        jobs.now += 0.1
-        look()
-        look()
-        return 1
-
-    jobs = Jobs(monkeypatch, coming)
-    jobs.listed = {"a": 1, "b": 1, "c": 1}
+    make_ssh(monkeypatch, tmp_path, "case $* in *' b true') exit 1;; esac")
+    jobs = Jobs(monkeypatch, "a:1,b:1,c:1", "0@a has come; 1@a has come; +4.9; look; +0.1; look; look; 1")
     assert jobs.run(3, 3, grows=False, start_timeout_s=5.0) == 1
-    assert jobs.ended == 1
+    assert jobs.log == ["0 start a:1,b:1,c:1", "5 end"]
     text = capsys.readouterr().err
     assert "rank 2 of 3 did not come to their hosts within 5 s (--start-timeout); the job is ended\n" in text
     assert "b is lost: its login by ssh does not answer within 10 s; the job ends" in text
@@ -799,45 +577,18 @@ def test_a_host_that_cannot_connect_back_ends_the_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """It is named; others that can, and one that does not answer, are not. No job ends where a rank has come."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text(
-        '#!/bin/sh\ncase $* in *" d "*) exit 255;; esac\nfor last; do :; done\nexec sh -c "$last"\n'
-    )
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    listening, bound = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    make_ssh(monkeypatch, tmp_path, 'case $* in *" d "*) exit 255;; esac\nfor last; do :; done\nexec sh -c "$last"')
+    listening = socket.create_server(("127.0.0.1", 0))
+    bound = socket.socket()
     bound.bind(("127.0.0.1", 0))  # nothing can connect to it
 
     def login(host: str, port: int) -> list[str]:
-        return [
-            "ssh",
-            "-x",
-            host,
-            f'prted --prtemca prte_hnp_uri "prterun-a-7@0.0;tcp://127.0.0.1,127.0.0.1:{port}:8,8"',
-        ]
-
-    def connecting(on_mark: OnMark, look: Callable[[], None]) -> int:
-        look()
-        jobs.now += 15.0
-        deadline = time.monotonic() + 60
-        while not jobs.killed:
-            assert time.monotonic() < deadline
-            look()
-            select.select([], [], [], 0.01)  # logins end by themselves, and nobody says so
-        return 137
-
-    def begun(on_mark: OnMark, look: Callable[[], None]) -> int:
-        on_mark(Mark("has come", 0, "a"))
-        jobs.now += 15.0
-        look()
-        on_mark(Mark("has ended well", 0, "a"))
-        return 0
+        uri = f"prterun-a-7@0.0;tcp://127.0.0.1,127.0.0.1:{port}:8,8"
+        return ["ssh", "-x", host, f'prted --prtemca prte_hnp_uri "{uri}"']
 
     with listening, bound:
-        for tell, status in ((connecting, 137), (begun, 0)):
-            jobs = Jobs(monkeypatch, tell)
-            jobs.listed = {"a": 1, "b": 1, "c": 1, "d": 1}
+        for script, status in (("look; +15; until killed; 137", 137), (f"0@a has come; +15; look; {WELL}", 0)):
+            jobs = Jobs(monkeypatch, "a:1,b:1,c:1,d:1", script)
             ports = {"b": listening.getsockname()[1], "c": bound.getsockname()[1], "d": bound.getsockname()[1]}
             jobs.logins = [login(*each) for each in ports.items()]
             assert jobs.run(4, 4, grows=False) == status

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,15 +22,16 @@ from click.testing import CliRunner
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import messages_in, notify_launcher, renew_rank_variables, report_begin
-from ringreduce.launcher import chains, discovery, job, mpirun, restarts, start
-from ringreduce.launcher.hosts import SizePolicy
-from ringreduce.launcher.job import HEARING, SUPERVISOR
+from ringreduce.launcher import chains, growth, mpirun, start, states
+from ringreduce.launcher.hosts import UNNAMED, SizePolicy, parse_hosts
 from ringreduce.launcher.marks import Mark, RankMessages
 from ringreduce.launcher.mpirun import Mpirun
 from ringreduce.launcher.notices import Output
 from ringreduce.launcher.rank_variables import with_free_port
+from ringreduce.launcher.restarts import Restarts
 from ringreduce.launcher.spec import LaunchSpec
-from ringreduce.launcher.start import UNNAMED, Start
+from ringreduce.launcher.start import HEARING, SUPERVISOR, Start
+from ringreduce.launcher.stderr import say
 
 
 @pytest.fixture
@@ -220,13 +222,13 @@ def test_a_script_says_which_hosts_there_are(tmp_path: Path, monkeypatch: pytest
     def output(source: str) -> str:
         script.write_text(f"#!/bin/sh\n{source}\n")
         script.chmod(0o755)
-        return discovery._output(str(script))
+        return growth._output(str(script))
 
     assert output("echo a:2; echo b") == "a:2\nb\n"
     assert output("printf '\\377a:2\\n'") == "\ufffda:2\n"
     with pytest.raises(subprocess.CalledProcessError, match="status 3"):
         output("echo a:2; exit 3")
-    monkeypatch.setattr(discovery, "_SCRIPT_S", 0.05)
+    monkeypatch.setattr(growth, "_SCRIPT_S", 0.05)
     with pytest.raises(subprocess.TimeoutExpired):
         output("sleep 100 & sleep 100")
     with pytest.raises(subprocess.TimeoutExpired):  # nobody waits for what has left the script's session
@@ -248,12 +250,12 @@ def test_no_answer_of_a_script_ends_the_asking(
     script, answer = tmp_path / "discover", tmp_path / "answer"
     script.write_text(f"#!/bin/sh\ncat {answer}\n")
     script.chmod(0o755)
-    asked = restarts.Discovery(str(script), 1)
+    asked = growth.Discovery(str(script), partial(parse_hosts, slots=1), say)
     answer.write_bytes(b"a:2\n")
     asked.ask()
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(bad, Exception):
-            patch.setattr(discovery, "_output", Mock(side_effect=bad))
+            patch.setattr(growth, "_output", Mock(side_effect=bad))
         else:
             answer.write_bytes(bad)
         asked.ask()
@@ -315,14 +317,26 @@ def test_notices_of_open_mpi_are_dropped_and_the_rest_stays(most: int, rng: Any)
     assert notices.feed(b"\n" + boxed(b"prterun has exited due to process rank 0") + b"z") == b"\nz"
 
 
+def run_in_place_of_mpirun(*program: str, messages: RankMessages | None = None) -> int:
+    """Return the status of a job whose mpirun is a program."""
+
+    class InPlace(Start):
+        def command(self, ranks: Mapping[str, int], more: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+            return [*program], {**os.environ, **more}
+
+    mpirun_5 = Mpirun("mpirun", "Open MPI", 5)
+    one_rank = InPlace(LaunchSpec(program=("true",)), mpirun_5, SizePolicy(1, 1), frozenset(), listed={UNNAMED: 1})
+    return Restarts(one_rank, hearing=messages).run()
+
+
 def test_an_mpirun_that_does_not_end_is_killed_with_its_ranks(
     messages: RankMessages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some time after it was asked to end."""
-    monkeypatch.setattr(job, "_TO_END_S", 0.1)
-    stays = f'trap "" TERM; echo "f 0 n1 is connected" >"{messages_in(str(messages.folder))}"; sleep 1000; true'
-    started = job.Job(["sh", "-c", stays], os.environ, lambda mark: started.end(), messages=messages)
-    assert started.wait() == 128 + signal.SIGKILL
+    monkeypatch.setitem(states._LIMITS_S, states.Phase.ENDING, 0.1)
+    tells = f'echo "$RINGREDUCE_FENCE 0 n1 stalls" >"{messages_in(str(messages.folder))}"'
+    stays = f'trap "" INT; {tells}; sleep 1000; true'
+    assert run_in_place_of_mpirun("sh", "-c", stays, messages=messages) == 128 + signal.SIGKILL
 
 
 def test_an_mpirun_that_notices_no_end_is_killed(
@@ -331,8 +345,7 @@ def test_an_mpirun_that_notices_no_end_is_killed(
     """As Open MPI's where it has killed a rank that was just connecting to it: its threads wait for each other."""
     monkeypatch.setattr(chains, "_STUCK_LOOKS", 1)
     monkeypatch.setattr(chains, "_FIRST_LOOKS", 2)
-    started = job.Job(["sh", "-c", "true & exec sleep 1000"], os.environ, lambda mark: None, shielded=True)
-    assert started.wait() == 128 + signal.SIGKILL
+    assert run_in_place_of_mpirun("sh", "-c", "true & exec sleep 1000") == 128 + signal.SIGKILL
     assert "takes no note of processes of its own that have ended: it hangs" in capfd.readouterr().err
 
 
@@ -347,38 +360,6 @@ def test_one_rank_takes_no_mpirun(
     assert "hi" in capfd.readouterr().out
     with pytest.raises(ConfigError, match="there is no mpirun"):
         main(["run", *options, "-np", "2", "echo", "hi"], standalone_mode=False)
-
-
-AGREES = "agrees to stop"
-
-
-@pytest.mark.parametrize(
-    ("marks", "status"),
-    [
-        (((0, AGREES), (1, AGREES), (0, "has stopped"), (1, "has stopped")), 75),
-        (((0, AGREES), (1, AGREES), (1, "has stopped"), (0, "has ended well")), 75),
-        (((0, AGREES), (1, AGREES), (0, "has stopped"), (1, "has died")), 0),
-        (((0, AGREES), (1, AGREES), (0, "has stopped")), 0),
-        (((2, "has died"), (0, AGREES), (1, AGREES), (0, "has stopped"), (1, "has stopped")), 75),
-        (((0, AGREES), (1, AGREES), (2, AGREES), (2, "has died"), (1, AGREES), (0, AGREES), (0, "has stopped"),
-          (1, "has stopped")), 75),
-    ],
-    ids=["all", "one with status 0", "one fails", "one is killed", "a death before", "a death that the others survive"],
-)  # fmt: skip
-def test_a_job_has_stopped_if_all_do_that_have_agreed_to(
-    messages: RankMessages, marks: tuple[tuple[int, str], ...], status: int
-) -> None:
-    """A rank that fails then is no stop; one that has failed before, and that the others survive, does not count."""
-    lines = "".join(f"f {rank} a {what}\n" for rank, what in marks)
-    line = ["sh", "-c", f"printf %s '{lines}' >'{messages_in(str(messages.folder))}'", SUPERVISOR[-1]]
-    assert job.Job(line, os.environ, lambda mark: None, messages=messages).wait() == status
-
-
-@pytest.mark.parametrize(("said", "status"), [("", 75), ("ringreduce: rank 1 of 2 failed; ending the job", 1)])
-def test_the_status_of_a_stop_does_not_hide_a_failure(said: str, status: int) -> None:
-    """In jobs that are not elastic, where mpirun has the status of the rank that ended first."""
-    line = ["sh", "-c", f"echo '{said}' >&2; exit 75"]
-    assert job.Job(line, os.environ, lambda mark: None).wait() == status
 
 
 @pytest.mark.parametrize(
