@@ -29,7 +29,7 @@ from ringreduce.observe.watchers import (
     Traces,
     WorldWatcher,
 )
-from ringreduce.transport.messages import Messages, StepFailedError
+from ringreduce.transport.messages import StepFailedError
 
 _log = logging.getLogger(__name__)
 
@@ -66,50 +66,24 @@ class Observer:
         self.recorder = FlightRecorder(rank, size, folder=config.dump, neighbours=neighbours)
         self.traces = Traces(clock, rank, size, self.recorder, followers)
         self._rank = rank
-        self._job = clock.job[:8]
         self._config = config
         self._collection = Collection(self.recorder)
+        status = Status(self.recorder, clock.job[:8])
         of_job = [Stalls(self._collection), Page(self._collection), Collector(self._collection)]
-        self._watchers = [DiskKeys(), self.traces, *more, Status(self.recorder), self._collection, *of_job]
+        self._watchers = [DiskKeys(self.recorder), self.traces, *more, status, self._collection, *of_job]
         self._begun: list[WorldWatcher] = []
         self._ticking: list[WorldWatcher] = []
         self._began_s = time.perf_counter()
         self._ends = threading.Event()
         self._ticker: threading.Thread | None = None
 
-    def begin(
-        self,
-        messages: Messages,
-        library: str,
-        metrics: Callable[[], Metrics],
-        *,
-        refuse: Callable[[str, BaseException], object] = lambda what, error: None,
-        nodes: int = 1,
-        recoveries: int = 0,
-        abort: Callable[[int], object] = os._exit,
-    ) -> None:
+    def begin(self, world: Beginning) -> None:
         """Begin what the settings ask for; where a rank cannot, none of them does. Collective.
-
-        Args:
-            messages, library, metrics, refuse, nodes, recoveries, abort: see `Beginning`.
 
         Raises:
             ConfigError: the trace or the record cannot be written, the key for the disk cannot be read, the library for
                 OTLP is missing, or what ranks do would go to other hosts in the open while messages are sealed.
         """
-        world = Beginning(
-            config=self._config,
-            job=self._job,
-            messages=messages,
-            library=library,
-            metrics=metrics,
-            recorder=self.recorder,
-            values=self._last_values,
-            refuse=refuse,
-            nodes=nodes,
-            recoveries=recoveries,
-            abort=abort,
-        )
         try:
             for each in self._watchers:
                 self._begun.append(each)
@@ -145,9 +119,15 @@ class Observer:
         while self._begun:
             self._begun.pop().end(error)
 
-    def _last_values(self, fails: bool) -> dict[int, dict[str, float]]:
+    def last_values(self, fails: bool) -> dict[int, dict[str, float]]:
+        """Return the last values that the program has reported, by rank, as far as they are known here.
+
+        Args:
+            fails: whether the world ends by an error: it may come from a signal handler, and leave a device that does
+                not answer.
+        """
         values = last_values(self._collection.latest())
-        own = self.recorder.values  # an error may come from a signal handler, and leave a device that does not answer
+        own = self.recorder.values
         values[self._rank] = own.last_read() if fails else own.last()
         return values
 

@@ -42,13 +42,10 @@ class Beginning:
 
     Attributes:
         config: the settings in force.
-        job: a word that its ranks share.
         messages: between all ranks.
         library: what carries them.
         metrics: returns what this rank's calls add up to.
-        recorder: takes snapshots of this rank.
-        values: returns the last values that the program has reported, by rank, as far as they are known here; given
-            whether the world ends by an error, after which a device may not answer.
+        values: see `Observer.last_values`.
         refuse: records that something was refused, and why.
         nodes: on how many hosts the ranks are.
         recoveries: how often the job has gone on without ranks that had failed.
@@ -56,16 +53,14 @@ class Beginning:
     """
 
     config: Config
-    job: str
     messages: Messages
     library: str
     metrics: Callable[[], Metrics]
-    recorder: FlightRecorder
-    values: Callable[[bool], dict[int, dict[str, float]]]
-    refuse: Callable[[str, BaseException], object]
-    nodes: int
-    recoveries: int
-    abort: Callable[[int], object]
+    values: Callable[[bool], dict[int, dict[str, float]]] = lambda fails: {}
+    refuse: Callable[[str, BaseException], object] = lambda what, error: None
+    nodes: int = 1
+    recoveries: int = 0
+    abort: Callable[[int], object] = os._exit
 
     @property
     def view(self) -> JobView:
@@ -97,10 +92,13 @@ class WorldWatcher:
 class DiskKeys(WorldWatcher):
     """Reads the keys that seal what is written down."""
 
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+
     def begin(self, world: Beginning) -> bool:
         key_file = world.config.disk_key_file
         if key_file is not None:
-            world.recorder.keys = together(world.messages, lambda: disk_keys(key_file))
+            self._recorder.keys = together(world.messages, lambda: disk_keys(key_file))
         return False
 
 
@@ -215,8 +213,9 @@ class Traces(WorldWatcher):
 class Status(WorldWatcher):
     """Writes the snapshots of this rank for `ringreduce top`, unless the settings turn that off."""
 
-    def __init__(self, recorder: FlightRecorder) -> None:
+    def __init__(self, recorder: FlightRecorder, job: str) -> None:
         self._recorder = recorder
+        self._job = job
 
     def begin(self, world: Beginning) -> bool:
         config = world.config
@@ -226,7 +225,7 @@ class Status(WorldWatcher):
                 raise ConfigError(f"RINGREDUCE_{name} reads what ranks say of themselves; unset RINGREDUCE_STATUS=0")
             return False
         try:
-            self._recorder.begin_status(world.job, world.metrics)
+            self._recorder.begin_status(self._job, world.metrics)
         except (ConfigError, OSError) as error:
             _log.info("`ringreduce top` does not see this rank: %s", error)
             if isinstance(error, ForeignFileError):
@@ -246,11 +245,12 @@ class Collection(WorldWatcher):
 
     Attributes:
         gathering: has them; None: nobody does.
+        recorder: of this rank.
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self.gathering: Gathering | None = None
-        self._recorder = recorder
+        self.recorder = recorder
         self._ticks = False
 
     def begin(self, world: Beginning) -> bool:
@@ -269,10 +269,10 @@ class Collection(WorldWatcher):
         return True
 
     def tick(self) -> None:
-        if self.gathering is not None and self._recorder.told is not None:
+        if self.gathering is not None and self.recorder.told is not None:
             self._ticks = True
             try:
-                self.gathering.tell(self._recorder.told)
+                self.gathering.tell(self.recorder.told)
             finally:
                 self._ticks = False
 
@@ -283,7 +283,7 @@ class Collection(WorldWatcher):
     def latest(self) -> list[Snapshot]:
         """Return the last snapshot of each rank, as far as they are known here; without a gathering, this rank's."""
         told = [] if self.gathering is None else self.gathering.latest()
-        return told or ([] if self._recorder.told is None else [self._recorder.told])
+        return told or ([] if self.recorder.told is None else [self.recorder.told])
 
 
 class Stalls(WorldWatcher):
@@ -302,7 +302,7 @@ class Stalls(WorldWatcher):
 
     def tick(self) -> None:
         config = self._world.config
-        own = self._world.recorder.told
+        own = self._collection.recorder.told
         rank = self._world.messages.rank
         if own is None:
             return
@@ -311,7 +311,7 @@ class Stalls(WorldWatcher):
             return
         folder = config.dump or "ringreduce-dumps"
         try:
-            self._world.recorder.dump(folder)
+            self._collection.recorder.dump(folder)
         except OSError as error:
             _log.info("what this rank does is not written down: %s", error)  # the other ranks may have written theirs
         if rank:

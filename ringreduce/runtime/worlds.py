@@ -38,6 +38,7 @@ from ringreduce.observe.observer import Observer
 from ringreduce.observe.seen.metrics import Metrics
 from ringreduce.observe.seen.step_clock import Spent, StepClock
 from ringreduce.observe.seen.timeline import JobClock, Program
+from ringreduce.observe.watchers import Beginning
 from ringreduce.runtime.bootstrap import Connection, ParentRank, StartLimit, check_settings, check_versions
 from ringreduce.runtime.groups import Group
 from ringreduce.runtime.process_sets import Membership, ProcessSet, connect
@@ -245,13 +246,17 @@ class OwnWorld(World):
             _log_choices(world, is_sealed=key is not None)
             world._use_table()
             world.observer.begin(
-                messages,
-                world.communicator.library,
-                world.metrics,
-                refuse=world.recording.refuse,
-                nodes=len(world.hosts.nodes),
-                recoveries=recoveries,
-                abort=connection.abort,
+                Beginning(
+                    config=config,
+                    messages=messages,
+                    library=world.communicator.library,
+                    metrics=world.metrics,
+                    values=world.observer.last_values,
+                    refuse=world.recording.refuse,
+                    nodes=len(world.hosts.nodes),
+                    recoveries=recoveries,
+                    abort=connection.abort,
+                )
             )
             world.observer.watch(everyone.observed())  # not before there is a key for what is written down
         except Exception as error:

@@ -30,6 +30,7 @@ from ringreduce.observe.seen.metrics import Metrics
 from ringreduce.observe.seen.recorder import FlightRecorder
 from ringreduce.observe.seen.step_clock import Spent, StepClock
 from ringreduce.observe.seen.timeline import JobClock
+from ringreduce.observe.watchers import Beginning
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -234,7 +235,11 @@ def test_top_shows_a_job_by_its_address(server: TextServer, tmp_path: Path):
 def observed(config: Config) -> Observer:
     """Return what observes a rank that is alone."""
     made = Observer(0, 1, JobClock("0123abcd" * 4, 0.0), config, [], [])
-    made.begin(MemoryWorld(1, 30.0).messages(0), "none", lambda: Metrics.of([], []))
+    made.begin(
+        Beginning(
+            config=config, messages=MemoryWorld(1, 30.0).messages(0), library="none", metrics=lambda: Metrics.of([], [])
+        )
+    )
     return made
 
 

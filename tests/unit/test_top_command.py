@@ -27,6 +27,7 @@ from ringreduce.observe.seen.metrics import Metrics
 from ringreduce.observe.seen.recorder import FlightRecorder
 from ringreduce.observe.seen.snapshots import RateSample, SeenCall, SeenOperation, SeenSet, SlowRank, Snapshot
 from ringreduce.observe.seen.timeline import JobClock
+from ringreduce.observe.watchers import Beginning
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -204,7 +205,9 @@ def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(observer, "_EVERY_S", 0.001)
     observed = observer.Observer(0, 1, JobClock("j", 0.0), Config(), [], [])
-    observed.begin(MemoryWorld(1, 30.0).messages(0), "none", metrics)
+    observed.begin(
+        Beginning(config=Config(), messages=MemoryWorld(1, 30.0).messages(0), library="none", metrics=metrics)
+    )
     assert written.wait(30)
     (found,) = recorder.read_all()
     assert len(found.samples) == 11
