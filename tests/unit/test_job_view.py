@@ -133,8 +133,9 @@ def test_a_snapshot_of_another_version_is_refused(caplog: pytest.LogCaptureFixtu
         with pytest.raises(ConfigError):
             Snapshot.from_json(wrong)
     ranks = Ranks(2)
-    ranks.tell(0.0, 1, say=lambda *of_rank: replace(snapshot(*of_rank), version=99))
-    ranks.tell(0.0, 0)
+    for second in (0.0, 1.0):
+        ranks.tell(second, 1, say=lambda *of_rank: replace(snapshot(*of_rank), version=99))
+        ranks.tell(second, 0)
     assert [each.rank for each in ranks.gatherings[0].latest()] == [0]
     (record,) = caplog.records
     assert "rank 1" in record.getMessage()

@@ -48,6 +48,7 @@ class Gathering:
         self._kept: list[deque[Snapshot]] = [deque(maxlen=_REMEMBERED) for _ in range(size)]
         self._lock = threading.RLock()  # a signal handler may look, in the midst of a look
         self._hears = True
+        self._refused: set[int] = set()
         self.nbytes = 0
 
     def tell(self, snapshot: Snapshot) -> None:
@@ -117,7 +118,9 @@ class Gathering:
             now = time.time()
             self._add(rank, (kept[-1] if kept else Snapshot.from_json(changed)).changed(changed, now))
         except ConfigError as error:
-            _log.error("what rank %d does is not shown: %s", rank, error)
+            if rank not in self._refused:  # what follows is refused as well
+                _log.error("what rank %d does is not shown: %s", rank, error)
+            self._refused.add(rank)
         except (zlib.error, ValueError):
             return  # a note was lost, and nothing that follows can be read: this rank falls silent
 
@@ -132,4 +135,4 @@ def _shortened(value: Any, shorten: Callable[[float], float]) -> Any:
         return shorten(value)
     if isinstance(value, dict):
         return {key: _shortened(each, shorten) for key, each in value.items()}
-    return [_shortened(each, shorten) for each in value] if isinstance(value, (list, tuple)) else value
+    return [_shortened(each, shorten) for each in value] if isinstance(value, list) else value
