@@ -255,10 +255,11 @@ def test_a_port_that_is_taken_is_no_harm(caplog: pytest.LogCaptureFixture):
     assert "/nowhere/.token" in caplog.text
 
 
-def test_sealed_messages_are_not_shown_in_the_open():
-    """The status has no encryption of its own, so other hosts do not get it then."""
+def test_sealed_messages_are_not_shown_in_the_open(place: Path):
+    """The status has no encryption of its own, so other hosts do not get it then. What has begun before is ended."""
     with pytest.raises(ConfigError, match=r"leave out its host, and reach it by ssh -L 9400:127.0.0.1:9400"):
         observed(Config(status_address=("0.0.0.0", 9400), key_file="/keys/key"))
+    assert not place.exists()
 
 
 class Unsent:
