@@ -90,289 +90,130 @@ class Config:
         launched_size: how many ranks the launcher says it started; None: there was no launcher.
     """
 
-    timeout_s: float = setting(
-        "RINGREDUCE_TIMEOUT",
-        Seconds(),
-        300.0,
-        "seconds that a rank waits for another; in an "
-        "[elastic](failures.md#how-does-training-go-on-when-ranks-die) job the others then go on without it",
-        # Horovod's 0: wait for ever, which nothing does here.
-        of_horovod={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": _unless_zero},
-    )
-    algorithm: str | None = setting(
-        "RINGREDUCE_ALGORITHM",
-        str,
-        None,
-        "the allreduce algorithm to use wherever it can run; `python -m ringreduce explain -b 4K -e 64M` shows "
-        "the choice",
-        unset="the best known",
-    )
-    node_size: int | None = setting(
-        "RINGREDUCE_NODE_SIZE",
-        WholeNumber(1),
-        None,
+    # The formatter would give each argument a line, and a row could not be read at once.
+    # fmt: off
+    # Horovod's 0: wait for ever, which nothing does here.
+    timeout_s: float = setting("RINGREDUCE_TIMEOUT", Seconds(), 300.0,
+        "seconds that a rank waits for another; in an [elastic](failures.md#how-does-training-go-on-when-ranks-die) "
+        "job the others then go on without it", of_horovod={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": _unless_zero})
+    algorithm: str | None = setting("RINGREDUCE_ALGORITHM", str, None,
+        "the allreduce algorithm to use wherever it can run; `python -m ringreduce explain -b 4K -e 64M` shows the "
+        "choice", unset="the best known")
+    node_size: int | None = setting("RINGREDUCE_NODE_SIZE", WholeNumber(1), None,
         "how many consecutive ranks to treat as a node, to try hierarchies on one machine",
-        unset="the ranks of each machine",
-    )
-    shared_memory: bool = setting(
-        "RINGREDUCE_SHARED_MEMORY",
-        switch,
-        True,
-        "0: all bytes go over MPI",
-        moved={"private": "RINGREDUCE_PRIVATE_MEMORY", "results": "RINGREDUCE_RESULTS_BYTES"},
-    )
-    private_memory: bool = setting(
-        "RINGREDUCE_PRIVATE_MEMORY",
-        switch,
-        True,
-        "0: ranks of a node do not copy each other's private arrays, which the system may forbid anyway",
-    )
-    results_nbytes: int | None = setting(
-        "RINGREDUCE_RESULTS_BYTES",
-        or_zero(parse_nbytes, 0),
-        None,
+        unset="the ranks of each machine")
+    shared_memory: bool = setting("RINGREDUCE_SHARED_MEMORY", switch, True, "0: all bytes go over MPI",
+        moved={"private": "RINGREDUCE_PRIVATE_MEMORY", "results": "RINGREDUCE_RESULTS_BYTES"})
+    private_memory: bool = setting("RINGREDUCE_PRIVATE_MEMORY", switch, True,
+        "0: ranks of a node do not copy each other's private arrays, which the system may forbid anyway")
+    results_nbytes: int | None = setting("RINGREDUCE_RESULTS_BYTES", or_zero(parse_nbytes, 0), None,
         "the shared memory that the new arrays of collectives may take together, as `2G`; 0: they are private",
-        unset="a quarter of the machine's memory, divided by the ranks of the node",
-    )
+        unset="a quarter of the machine's memory, divided by the ranks of the node")
     segment_nbytes: int = 256 << 10
-    fusion_nbytes: int = setting(
-        "RINGREDUCE_FUSION",
-        parse_nbytes,
-        1 << 20,
-        "bytes at which a group of fused allreduces is closed",
-        unset="1M",
-        # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
-        of_horovod={"HOROVOD_FUSION_THRESHOLD": lambda text: "1" if text == "0" else text},
-    )
-    stall_warning_s: float | None = setting(
-        "RINGREDUCE_STALL_WARNING",
-        or_zero(Seconds(), None),
-        60.0,
+    # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
+    fusion_nbytes: int = setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20,
+        "bytes at which a group of fused allreduces is closed", unset="1M",
+        of_horovod={"HOROVOD_FUSION_THRESHOLD": lambda text: "1" if text == "0" else text})
+    # Of Horovod's variables, the first overrides the second.
+    stall_warning_s: float | None = setting("RINGREDUCE_STALL_WARNING", or_zero(Seconds(), None), 60.0,
         "seconds after which to warn that a rank has not submitted an operation; 0: never",
-        # The first of them overrides the second.
         of_horovod={
             "HOROVOD_STALL_CHECK_DISABLE": lambda text: "0" if _unless_zero(text) else "",
-            "HOROVOD_STALL_CHECK_TIME_SECONDS": str,
-        },
-    )
-    log_level: str | None = setting(
-        "RINGREDUCE_LOG_LEVEL",
-        _log_level,
-        None,
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": str})
+    log_level: str | None = setting("RINGREDUCE_LOG_LEVEL", _log_level, None,
         "level of the logger `ringreduce`: debug, info (what was chosen at start), warning, error",
-        unset="as the program sets it",
-        may_differ=True,
-        of_horovod={"HOROVOD_LOG_LEVEL": str},
-    )
-    timeline: str | None = setting(
-        "RINGREDUCE_TIMELINE",
-        str,
-        None,
-        "a file for a [trace of the whole job](observe.md)",
-        may_differ=True,
+        unset="as the program sets it", may_differ=True, of_horovod={"HOROVOD_LOG_LEVEL": str})
+    # Horovod's DYNAMIC: the program starts it, which it always may here.
+    timeline: str | None = setting("RINGREDUCE_TIMELINE", str, None,
+        "a file for a [trace of the whole job](observe.md)", may_differ=True,
         moved={"marks": "RINGREDUCE_TIMELINE_MARKS"},
-        # Horovod's DYNAMIC: the program starts it, which it always may here.
-        of_horovod={"HOROVOD_TIMELINE": lambda text: "" if text == "DYNAMIC" else text},
-    )
-    timeline_marks_batches: bool = setting(
-        "RINGREDUCE_TIMELINE_MARKS",
-        switch,
-        False,
-        "1: the trace has marks where operations start",
-        of_horovod={"HOROVOD_TIMELINE_MARK_CYCLES": str},
-    )
-    tuning: str | None = setting(
-        "RINGREDUCE_TUNING",
-        or_zero(str, None),
-        None,
+        of_horovod={"HOROVOD_TIMELINE": lambda text: "" if text == "DYNAMIC" else text})
+    timeline_marks_batches: bool = setting("RINGREDUCE_TIMELINE_MARKS", switch, False,
+        "1: the trace has marks where operations start", of_horovod={"HOROVOD_TIMELINE_MARK_CYCLES": str})
+    tuning: str | None = setting("RINGREDUCE_TUNING", or_zero(str, None), None,
         "the folder for tables of [`ringreduce tune`](tuning.md), which decide on algorithms; 0: none",
-        unset="`~/.cache/ringreduce`",
-        may_differ=True,
-    )
-    gpu: str = setting(
-        "RINGREDUCE_GPU",
-        OneOf(("staged", "nccl", "mpi")),
-        "staged",
-        "what carries allreduces of arrays on [GPUs](gpu.md): `staged` (host memory), `nccl` or `mpi` (a library "
-        "that takes addresses of GPU memory)",
-    )
-    deterministic: bool = setting(
-        "RINGREDUCE_DETERMINISTIC",
-        switch,
-        False,
+        unset="`~/.cache/ringreduce`", may_differ=True)
+    gpu: str = setting("RINGREDUCE_GPU", OneOf(("staged", "nccl", "mpi")), "staged",
+        "what carries allreduces of arrays on [GPUs](gpu.md): `staged` (host memory), `nccl` or `mpi` (a library that "
+        "takes addresses of GPU memory)")
+    deterministic: bool = setting("RINGREDUCE_DETERMINISTIC", switch, False,
         "1: all allreduces add in the order of ranks, and wire formats are refused, including those given as "
-        "`compression=`",
-    )
-    conventions: Conventions = setting(  # noqa: RUF009
-        "RINGREDUCE_CONVENTIONS",
-        Conventions.parse,
+        "`compression=`")
+    conventions: Conventions = setting("RINGREDUCE_CONVENTIONS", Conventions.parse,  # noqa: RUF009
         Conventions.CHAIN_RULE,
         "`chain_rule` or `horovod`: [whose numbers](migrate/horovod.md#two-conventions) where these differ",
-        unset="chain_rule",
-    )
-    check_weights_every: int | None = setting(
-        "RINGREDUCE_CHECK",
-        WholeNumber(1),
-        None,
-        "`100`: every 100 steps the ranks compare checksums of their weights; an error names the first parameter "
-        "that differs, and the ranks",
-        unset="never",
-        moved={"finite": "RINGREDUCE_CHECK_FINITE", "data": "RINGREDUCE_CHECK_DATA"},
-    )
-    check_finite_every: int | None = setting(
-        "RINGREDUCE_CHECK_FINITE",
-        WholeNumber(1),
-        None,
-        "`100`: every 100 steps gradients are checked before they are reduced; an error names the first with NaN "
-        "or infinity, and the rank. Steps that a scaler of losses skips are not checked",
-        unset="never",
-    )
-    check_data: bool = setting(
-        "RINGREDUCE_CHECK_DATA",
-        switch,
-        True,
+        unset="chain_rule")
+    check_weights_every: int | None = setting("RINGREDUCE_CHECK", WholeNumber(1), None,
+        "`100`: every 100 steps the ranks compare checksums of their weights; an error names the first parameter that "
+        "differs, and the ranks", unset="never",
+        moved={"finite": "RINGREDUCE_CHECK_FINITE", "data": "RINGREDUCE_CHECK_DATA"})
+    check_finite_every: int | None = setting("RINGREDUCE_CHECK_FINITE", WholeNumber(1), None,
+        "`100`: every 100 steps gradients are checked before they are reduced; an error names the first with NaN or "
+        "infinity, and the rank. Steps that a scaler of losses skips are not checked", unset="never")
+    check_data: bool = setting("RINGREDUCE_CHECK_DATA", switch, True,
         "0: no warning about gradients that are equal on all ranks in the first three steps, as where all train on "
-        "the same data",
-    )
-    checksum: bool = setting(
-        "RINGREDUCE_CHECKSUM", switch, False, "1: messages of arrays between nodes carry a checksum"
-    )
-    key_file: str | None = setting(
-        KEY_VARIABLE,
-        str,
-        None,
+        "the same data")
+    checksum: bool = setting("RINGREDUCE_CHECKSUM", switch, False,
+        "1: messages of arrays between nodes carry a checksum")
+    key_file: str | None = setting(KEY_VARIABLE, str, None,
         "a file of `ringreduce keygen`, on every host: messages are "
-        "[encrypted](security.md#how-do-i-encrypt-messages-between-hosts)",
-        may_differ=True,
-        options=("--encrypt",),
-        metavar="[=FILE]",
-        told=lambda path: os.path.abspath(path or default_key_file()),
-        help="Encrypt messages of ranks; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.",
-    )
-    dump: str | None = setting(
-        "RINGREDUCE_DUMP",
-        or_zero(str, None),
-        None,
-        "a folder for the last calls of every rank, if a wait fails; see "
-        "[Who was waited for](observe.md#who-was-waited-for)",
-        may_differ=True,
-    )
-    status: bool = setting(
-        "RINGREDUCE_STATUS",
-        is_on,
-        True,
-        "0: `ringreduce top` does not see the ranks, and no file is written for it; `[HOST:]PORT`: rank 0 serves "
-        "[all of the job](observe.md#one-address-for-a-job) there, too",
-        may_differ=True,
-        moved={"token": "RINGREDUCE_STATUS_TOKEN_FILE"},
-    )
-    status_address: tuple[str, int] | None = setting(
-        "RINGREDUCE_STATUS",
-        address_unless_switch,
-        None,
-        options=("--status",),
-        metavar="[HOST:]PORT",
-        told=address_told,
-        help="Serve what all ranks do, from the host of rank 0, to who has the token: a page, /metrics and /health.",
-    )
-    status_token_file: str | None = setting(
-        "RINGREDUCE_STATUS_TOKEN_FILE",
-        str,
-        None,
-        "the file with the token that is asked for there; it is made if there is none",
-        unset="one of this user",
-        may_differ=True,
-        options=("--status-token-file",),
-        told=PathOf(whole=True),
+        "[encrypted](security.md#how-do-i-encrypt-messages-between-hosts)", may_differ=True, options=("--encrypt",),
+        metavar="[=FILE]", told=lambda path: os.path.abspath(path or default_key_file()),
+        help="Encrypt messages of ranks; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.")
+    dump: str | None = setting("RINGREDUCE_DUMP", or_zero(str, None), None,
+        "a folder for the last calls of every rank, if a wait fails; see [Who was waited "
+        "for](observe.md#who-was-waited-for)", may_differ=True)
+    status: bool = setting("RINGREDUCE_STATUS", is_on, True,
+        "0: `ringreduce top` does not see the ranks, and no file is written for it; `[HOST:]PORT`: rank 0 serves [all "
+        "of the job](observe.md#one-address-for-a-job) there, too", may_differ=True,
+        moved={"token": "RINGREDUCE_STATUS_TOKEN_FILE"})
+    status_address: tuple[str, int] | None = setting("RINGREDUCE_STATUS", address_unless_switch, None,
+        options=("--status",), metavar="[HOST:]PORT", told=address_told,
+        help="Serve what all ranks do, from the host of rank 0, to who has the token: a page, /metrics and /health.")
+    status_token_file: str | None = setting("RINGREDUCE_STATUS_TOKEN_FILE", str, None,
+        "the file with the token that is asked for there; it is made if there is none", unset="one of this user",
+        may_differ=True, options=("--status-token-file",), told=PathOf(whole=True),
         needs=("--status", "what is served"),
         help="The token; made if there is no such file. Else all of your jobs on a host have one, which `top --job` "
-        "finds.",
-    )
-    otlp: bool = setting(
-        "RINGREDUCE_OTLP",
-        switch,
-        False,
-        "1: rank 0 sends what all ranks do to a collector of [OpenTelemetry](observe.md#opentelemetry)",
-    )
-    verdict: bool = setting(
-        "RINGREDUCE_VERDICT",
-        switch,
-        False,
-        "1: rank 0 says at the end what steps took, and why; `ringreduce run` sets 1, and 0 with the option. See "
-        "[Why is my job slow?](slow.md)",
-        always="1",
-        options=("--quiet",),
-        switch="0",
-        help="Do not say at the end what steps took, and why.",
-    )
-    report: str | None = setting(
-        "RINGREDUCE_REPORT",
-        str,
-        None,
-        "a file to which rank 0 writes the same as JSON, for `ringreduce compare`",
-        options=("--report",),
+        "finds.")
+    otlp: bool = setting("RINGREDUCE_OTLP", switch, False,
+        "1: rank 0 sends what all ranks do to a collector of [OpenTelemetry](observe.md#opentelemetry)")
+    verdict: bool = setting("RINGREDUCE_VERDICT", switch, False,
+        "1: rank 0 says at the end what steps took, and why; `ringreduce run` sets 1, and 0 with the option. See [Why "
+        "is my job slow?](slow.md)", always="1", options=("--quiet",), switch="0",
+        help="Do not say at the end what steps took, and why.")
+    report: str | None = setting("RINGREDUCE_REPORT", str, None,
+        "a file to which rank 0 writes the same as JSON, for `ringreduce compare`", options=("--report",),
         told=PathOf(whole=True),
-        help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.",
-    )
-    watchdog_s: float | None = setting(
-        "RINGREDUCE_WATCHDOG",
-        or_zero(Seconds(), None),
-        None,
-        "seconds after which rank 0 says why no rank makes a step, a collective or a report. See "
-        "[a job that stalls](slow.md#nothing-happens)",
-        unset="never",
-        moved={"first": "RINGREDUCE_WATCHDOG_FIRST", "action": "RINGREDUCE_WATCHDOG_ACTION"},
-        options=("--watchdog",),
-        metavar="SECONDS",
-        help="Say why if no rank has made a step, a collective or a report for so long.",
-    )
-    watchdog_first_s: float = setting(
-        "RINGREDUCE_WATCHDOG_FIRST",
-        Seconds(),
-        600.0,
+        help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.")
+    watchdog_s: float | None = setting("RINGREDUCE_WATCHDOG", or_zero(Seconds(), None), None,
+        "seconds after which rank 0 says why no rank makes a step, a collective or a report. See [a job that "
+        "stalls](slow.md#nothing-happens)", unset="never",
+        moved={"first": "RINGREDUCE_WATCHDOG_FIRST", "action": "RINGREDUCE_WATCHDOG_ACTION"}, options=("--watchdog",),
+        metavar="SECONDS", help="Say why if no rank has made a step, a collective or a report for so long.")
+    watchdog_first_s: float = setting("RINGREDUCE_WATCHDOG_FIRST", Seconds(), 600.0,
         "the same until the first step or report of any rank, if that is longer: programs compile then",
-        options=("--watchdog-first",),
-        metavar="SECONDS",
-        help="The same until the first step or report of any rank, if that is longer: programs compile then.",
-    )
-    watchdog_action: str = setting(
-        "RINGREDUCE_WATCHDOG_ACTION",
-        OneOf(("dump", "end", "restart")),
-        "dump",
+        options=("--watchdog-first",), metavar="SECONDS",
+        help="The same until the first step or report of any rank, if that is longer: programs compile then.")
+    watchdog_action: str = setting("RINGREDUCE_WATCHDOG_ACTION", OneOf(("dump", "end", "restart")), "dump",
         "`dump`: the job goes on; `end`: it is ended with status 124; `restart`: and started again",
-        options=("--watchdog-action",),
-        needs=("--watchdog SECONDS", "jobs that stall"),
-        help="And then let ranks go on, end the job with status 124, or start it again, by --max-restarts.",
-    )
-    audit: str | None = setting(
-        "RINGREDUCE_AUDIT", str, None, "a file to which the run appends [what it was made of](audit.md)"
-    )
-    disk_key_file: str | None = setting(
-        "RINGREDUCE_DISK_KEY_FILE",
-        str,
-        None,
-        "a file with a key that seals commits, checkpoints, exported models, traces and dumps, see "
-        "[Encrypted files](security.md#how-do-i-encrypt-files)",
-    )
-    object_limit_nbytes: int = setting(
-        "RINGREDUCE_OBJECT_LIMIT",
-        parse_nbytes,
-        4 << 30,
-        "the most bytes that one `broadcast_object` or `allgather_object` may send, of all ranks together; more is "
-        "an error",
-        unset="4G",
-    )
+        options=("--watchdog-action",), needs=("--watchdog SECONDS", "jobs that stall"),
+        help="And then let ranks go on, end the job with status 124, or start it again, by --max-restarts.")
+    audit: str | None = setting("RINGREDUCE_AUDIT", str, None,
+        "a file to which the run appends [what it was made of](audit.md)")
+    disk_key_file: str | None = setting("RINGREDUCE_DISK_KEY_FILE", str, None,
+        "a file with a key that seals commits, checkpoints, exported models, traces and dumps, see [Encrypted "
+        "files](security.md#how-do-i-encrypt-files)")
+    object_limit_nbytes: int = setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30,
+        "the most bytes that one `broadcast_object` or `allgather_object` may send, of all ranks together; more is an "
+        "error", unset="4G")
     # On one node, 1 to 100 MiB differ by no more than measurements do. Between hosts 4 MiB take a tenth more of the
     # processor; larger ones are complete later in the backward pass.
-    bucket_nbytes: int = setting(
-        "RINGREDUCE_BUCKET", parse_nbytes, 8 << 20, "bytes at which a bucket of gradients is closed", unset="8M"
-    )
-    standalone: bool = setting(
-        "RINGREDUCE_STANDALONE",
-        switch,
-        False,
-        "1: this process is a world of its own, although it was started by a rank or together with others",
-    )
+    bucket_nbytes: int = setting("RINGREDUCE_BUCKET", parse_nbytes, 8 << 20,
+        "bytes at which a bucket of gradients is closed", unset="8M")
+    standalone: bool = setting("RINGREDUCE_STANDALONE", switch, False,
+        "1: this process is a world of its own, although it was started by a rank or together with others")
+    # fmt: on
     launched_size: int | None = None
 
     @classmethod

@@ -56,198 +56,76 @@ class LaunchSpec:
 
     program: tuple[str, ...]
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
-    ranks: int | None = option(
-        "-np -n --num-proc",
-        WholeNumber(1),
-        None,
-        "How many ranks.",
-        unset="1, or one per slot of the hosts",
-        horovodrun="-np --num --num-proc",
-    )
-    hosts: str | None = option(
-        "-H --hosts",
-        str,
-        None,
-        "Hosts and their slots.",
-        metavar="h1:2,h2:2",
-        horovodrun="-H --hosts",
-    )
-    hostfile: str | None = option(
-        "--hostfile",
-        PathOf(exists=True),
-        None,
-        "A file of hosts, with lines like: h1 slots=2",
-        horovodrun="-hostfile --hostfile",
-    )
-    exported: tuple[str, ...] = option(
-        "-x", str, (), "A variable for all ranks. Repeatable.", metavar="NAME[=VALUE]", several=True
-    )
-    folder: str | None = option(
-        "--log-dir",
-        PathOf(is_folder=True),
-        None,
-        "Write rank-0.log and so on; show rank 0 alone.",
-        horovodrun="--output-filename",
-    )
-    prefix: bool = option(
-        "--prefix/--no-prefix", switch, False, "Begin each line of output with its rank, in mpirun's own format."
-    )
-    elastic: bool = option(
-        "--elastic", switch, False, "Go on when ranks die; for programs that use ringreduce.elastic."
-    )
-    least: int | None = option(
-        "--min-np",
-        WholeNumber(1),
-        None,
-        "End once fewer ranks survive.",
-        variable="RINGREDUCE_MIN_NP",
-        unset="1",
-        needs=_ELASTIC,
-        horovodrun="--min-np --min-num-proc",
-    )
-    most: int | None = option(
-        "--max-np",
-        WholeNumber(1),
-        None,
-        "Start or grow to so many.",
-        unset="-np",
-        needs=_ELASTIC,
-        horovodrun="--max-np --max-num-proc",
-    )
+    # As in `Config`, a row is to be read at once.
+    # fmt: off
+    ranks: int | None = option("-np -n --num-proc", WholeNumber(1), None, "How many ranks.",
+        unset="1, or one per slot of the hosts", horovodrun="-np --num --num-proc")
+    hosts: str | None = option("-H --hosts", str, None, "Hosts and their slots.", metavar="h1:2,h2:2",
+        horovodrun="-H --hosts")
+    hostfile: str | None = option("--hostfile", PathOf(exists=True), None,
+        "A file of hosts, with lines like: h1 slots=2", horovodrun="-hostfile --hostfile")
+    exported: tuple[str, ...] = option("-x", str, (), "A variable for all ranks. Repeatable.", metavar="NAME[=VALUE]",
+        several=True)
+    folder: str | None = option("--log-dir", PathOf(is_folder=True), None,
+        "Write rank-0.log and so on; show rank 0 alone.", horovodrun="--output-filename")
+    prefix: bool = option("--prefix/--no-prefix", switch, False,
+        "Begin each line of output with its rank, in mpirun's own format.")
+    elastic: bool = option("--elastic", switch, False,
+        "Go on when ranks die; for programs that use ringreduce.elastic.")
+    least: int | None = option("--min-np", WholeNumber(1), None, "End once fewer ranks survive.",
+        variable="RINGREDUCE_MIN_NP", unset="1", needs=_ELASTIC, horovodrun="--min-np --min-num-proc")
+    most: int | None = option("--max-np", WholeNumber(1), None, "Start or grow to so many.", unset="-np",
+        needs=_ELASTIC, horovodrun="--max-np --max-num-proc")
     restarts: int = option("--max-restarts", WholeNumber(0), 0, "Start it again after it failed.")
-    script: str | None = option(
-        "--host-discovery-script",
-        PathOf(exists=True, is_program=True, whole=True),
-        None,
-        "Run every second; prints a line host or host:slots for each host that there is.",
-        metavar="FILE",
-        needs=_ELASTIC,
-        horovodrun="--host-discovery-script",
-    )
-    slots: int | None = option(
-        "--slots --slots-per-host",
-        WholeNumber(1),
-        None,
-        "Slots of hosts listed without a number.",
-        unset="1",
-        needs=_ELASTIC,
-        horovodrun="--slots --slots-per-host",
-    )
-    cooldown: Cooldown | None = option(  # noqa: RUF009
-        "--cooldown",
-        Cooldown.parse,
-        None,
+    script: str | None = option("--host-discovery-script", PathOf(exists=True, is_program=True, whole=True), None,
+        "Run every second; prints a line host or host:slots for each host that there is.", metavar="FILE",
+        needs=_ELASTIC, horovodrun="--host-discovery-script")
+    slots: int | None = option("--slots --slots-per-host", WholeNumber(1), None,
+        "Slots of hosts listed without a number.", unset="1", needs=_ELASTIC, horovodrun="--slots --slots-per-host")
+    cooldown: Cooldown | None = option("--cooldown", Cooldown.parse, None,  # noqa: RUF009
         'For how long a host is not used again after a rank of it died; "MIN MAX": twice as long with each death.',
-        metavar="SECONDS",
-        unset="for ever",
-        needs=_ELASTIC,
-    )
-    reset_limit: int | None = option(
-        "--reset-limit",
-        WholeNumber(0),
-        None,
-        "End when the ranks would change more often, by deaths, restarts or growth.",
-        unset="none",
-        needs=_ELASTIC,
-        horovodrun="--reset-limit",
-    )
-    start_timeout_s: float = option(
-        "--start-timeout",
-        Seconds(),
-        600.0,
+        metavar="SECONDS", unset="for ever", needs=_ELASTIC)
+    reset_limit: int | None = option("--reset-limit", WholeNumber(0), None,
+        "End when the ranks would change more often, by deaths, restarts or growth.", unset="none", needs=_ELASTIC,
+        horovodrun="--reset-limit")
+    start_timeout_s: float = option("--start-timeout", Seconds(), 600.0,
         "Wait so long for --min-np slots, for ranks on their hosts, and from the first rank's init() for the last.",
-        variable="RINGREDUCE_START_TIMEOUT",
-        metavar="SECONDS",
-        horovodrun="--start-timeout --elastic-timeout",
-    )
-    host_timeout_s: float = option(
-        "--host-timeout",
-        Seconds(5.0, zero=True),
-        10.0,
+        variable="RINGREDUCE_START_TIMEOUT", metavar="SECONDS", horovodrun="--start-timeout --elastic-timeout")
+    host_timeout_s: float = option("--host-timeout", Seconds(5.0, zero=True), 10.0,
         "A host that says nothing for so long is lost; with --elastic, the job begins again without it. 0: never.",
-        metavar="SECONDS",
-    )
-    grace_s: float = option(
-        "--grace",
-        Seconds(zero=True),
-        5.0,
-        "After SIGTERM, ranks of this host have so long to end before they are killed.",
-        metavar="SECONDS",
-    )
+        metavar="SECONDS")
+    grace_s: float = option("--grace", Seconds(zero=True), 5.0,
+        "After SIGTERM, ranks of this host have so long to end before they are killed.", metavar="SECONDS")
     requeue: bool = option("--requeue", switch, False, "Have Slurm run the job again if it has stopped (status 75).")
-    stop_before_s: float | None = option(
-        "--stop-before",
-        _positive_time,
-        None,
-        "Ask the ranks to stop so long before the allocation ends: 90s, 5m or 1h.",
-        metavar="TIME",
-    )
-    ship: bool = option(
-        "--ship",
-        switch,
-        False,
-        "Copy the virtual environment and the program to a folder of each host first: nothing need be shared.",
-    )
-    ship_paths: tuple[str, ...] = option(
-        "--ship-path",
-        str,
-        (),
-        "With --ship, copy this file or folder, too. Repeatable.",
-        metavar="PATH",
-        several=True,
-        needs=_COPIES,
-    )
-    keep: bool = option(
-        "--keep", switch, False, "With --ship, keep the copies for the next job; else they are removed.", needs=_COPIES
-    )
-    oversubscribe: bool = option(
-        "--oversubscribe", switch, False, "Start more ranks than the hosts, or the allocation, have slots."
-    )
-    env: str = option(
-        "--env",
-        OneOf(("named", "all")),
-        "named",
+    stop_before_s: float | None = option("--stop-before", _positive_time, None,
+        "Ask the ranks to stop so long before the allocation ends: 90s, 5m or 1h.", metavar="TIME")
+    ship: bool = option("--ship", switch, False,
+        "Copy the virtual environment and the program to a folder of each host first: nothing need be shared.")
+    ship_paths: tuple[str, ...] = option("--ship-path", str, (),
+        "With --ship, copy this file or folder, too. Repeatable.", metavar="PATH", several=True, needs=_COPIES)
+    keep: bool = option("--keep", switch, False,
+        "With --ship, keep the copies for the next job; else they are removed.", needs=_COPIES)
+    oversubscribe: bool = option("--oversubscribe", switch, False,
+        "Start more ranks than the hosts, or the allocation, have slots.")
+    env: str = option("--env", OneOf(("named", "all")), "named",
         "What other hosts get of this environment: RINGREDUCE_*, HOROVOD_*, OMP_* and -x, or all but what belongs to "
-        "this host.",
-    )
+        "this host.")
     stdin: bool = option("--stdin", switch, False, "Rank 0 reads this command's standard input; else it is empty.")
-    interfaces: str | None = option(
-        "--network-interface",
-        str,
-        None,
-        "For messages: eth0,eth1.",
-        metavar="NAMES",
-        horovodrun="--network-interface --network-interfaces",
-    )
-    ssh_port: int | None = option(
-        "--ssh-port",
-        WholeNumber(1, 65535),
-        None,
-        "Where ssh reaches the other hosts.",
-        unset="ssh's own",
-        horovodrun="-p --ssh-port",
-    )
-    more: tuple[str, ...] = option(
-        "--mpi-args", _words, (), "More options for mpirun, as in a shell.", metavar="OPTIONS", horovodrun="--mpi-args"
-    )
-    verbose: bool = option(
-        "--verbose",
-        switch,
-        False,
-        "Show the command line of mpirun, what is set for it, and what it says of failures.",
-        horovodrun="--verbose",
-    )
-    rank_variables: bool = option(
-        "--rank-variables/--no-rank-variables",
-        switch,
-        True,
+    interfaces: str | None = option("--network-interface", str, None, "For messages: eth0,eth1.", metavar="NAMES",
+        horovodrun="--network-interface --network-interfaces")
+    ssh_port: int | None = option("--ssh-port", WholeNumber(1, 65535), None, "Where ssh reaches the other hosts.",
+        unset="ssh's own", horovodrun="-p --ssh-port")
+    more: tuple[str, ...] = option("--mpi-args", _words, (), "More options for mpirun, as in a shell.",
+        metavar="OPTIONS", horovodrun="--mpi-args")
+    verbose: bool = option("--verbose", switch, False,
+        "Show the command line of mpirun, what is set for it, and what it says of failures.", horovodrun="--verbose")
+    rank_variables: bool = option("--rank-variables/--no-rank-variables", switch, True,
         "Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does; with "
-        "--encrypt not the last two.",
-    )
+        "--encrypt not the last two.")
     horovod: bool = option("--horovod-variables", switch, False, "Set HOROVOD_RANK and its kin.", hidden=True)
-    results: str | None = option(
-        "--results", PathOf(exists=True, is_folder=True), None, "Of `ringreduce.run`.", hidden=True
-    )
+    results: str | None = option("--results", PathOf(exists=True, is_folder=True), None, "Of `ringreduce.run`.",
+        hidden=True)
+    # fmt: on
 
     @property
     def watchdog_action(self) -> str:
