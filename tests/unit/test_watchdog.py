@@ -139,9 +139,8 @@ def test_busy_is_for_programs_with_and_without_a_world() -> None:
     [
         (["--watchdog-action", "end"], "add --watchdog SECONDS"),
         (["--watchdog", "5", "--watchdog-action", "restart"], "needs --max-restarts"),
-        (["--watchdog", "0"], "is no time to wait"),
-        (["--watchdog", "5", "--watchdog-first", "0"], "is no time to wait"),
-        (["--watchdog", "nan"], "is no time to wait"),
+        (["--watchdog", "5", "--watchdog-first", "0"], "a positive number of seconds"),
+        (["--watchdog", "nan"], "a positive number of seconds"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: list[str], complaint: str) -> None:
