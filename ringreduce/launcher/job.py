@@ -119,7 +119,7 @@ class Job:
         self._looked = time.monotonic()
         self._starters: dict[int, SeenProcess] = {}  # of daemons on hosts of Slurm
 
-    def wait(self, look: Callable[[], object] = lambda: None) -> int:
+    def wait(self, look: Callable[[], object]) -> int:
         """Return its status when it has ended, also after an interrupt.
 
         Args:

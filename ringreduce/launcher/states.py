@@ -15,24 +15,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from ringreduce.common.launch import STALLED
-from ringreduce.launcher import growth
+from ringreduce.launcher import growth, marks
 from ringreduce.launcher.failures import name_rank
 from ringreduce.launcher.hosts import UNNAMED, Hosts, SizePolicy
-from ringreduce.launcher.marks import (
-    AGREES,
-    BEGINS_AGAIN,
-    BEGUN,
-    COME,
-    COMMIT,
-    CONNECTED,
-    DIED,
-    DIED_UNSAID,
-    ENDED_WELL,
-    GONE_ON,
-    STALLS,
-    STOPPED,
-    Mark,
-)
+from ringreduce.launcher.marks import Mark
 from ringreduce.launcher.spec import LaunchSpec
 
 #: Before an mpirun that has failed is started again: the first time, twice as long after each further failure, at most.
@@ -223,17 +209,17 @@ class JobState:
     @property
     def leaves(self) -> bool:
         """Whether the ranks begin again; a death is none then: what they have done is on disk."""
-        return BEGINS_AGAIN in self.heard
+        return marks.BEGINS_AGAIN in self.heard
 
     @property
     def has_commit(self) -> bool:
         """Whether there is one to go on from."""
-        return COMMIT in self.heard | self.kept
+        return marks.COMMIT in self.heard | self.kept
 
     @property
     def may_regain_hosts(self) -> bool:
         """Whether a lost host is of use as soon as it answers."""
-        return self.phase is Phase.WAITING or (self.phase is Phase.RUNNING and COMMIT in self.heard)
+        return self.phase is Phase.WAITING or (self.phase is Phase.RUNNING and marks.COMMIT in self.heard)
 
     @property
     def is_at_limit(self) -> bool:
@@ -266,7 +252,7 @@ class JobState:
         """
         policy = self.terms.policy
         left = self.hosts.failed(now, policy).next_ranks(policy, now)
-        return self.has_commit or (self.terms.spec.elastic and CONNECTED not in self.heard and bool(left))
+        return self.has_commit or (self.terms.spec.elastic and marks.CONNECTED not in self.heard and bool(left))
 
 
 Answer = tuple[JobState, tuple[Action, ...]]
@@ -303,9 +289,9 @@ def _died(state: JobState, mark: Mark, now: float) -> Answer:
         return state, ()
     host = state.hosts.host_of(mark.rank, mark.host)
     state = replace(state, hosts=state.hosts.died(host, now, state.terms.policy))
-    if not state.heard.isdisjoint((CONNECTED, _HAD_NO_START)):
+    if not state.heard.isdisjoint((marks.CONNECTED, _HAD_NO_START)):
         return state, ()
-    who = name_rank(mark.rank, {mark.rank: host} if COME in state.heard else {})
+    who = name_rank(mark.rank, {mark.rank: host} if marks.COME in state.heard else {})
     said = _say(f"{who} has died before all ranks came to init(), so the job is ended")
     return state.noting(_HAD_NO_START).going_to(Phase.ENDING, now), (said, Action(Do.END))
 
@@ -384,7 +370,7 @@ def _may_grow(state: JobState, event: HostsListed, now: float) -> Answer:
     then = sum(state.hosts.next_ranks(state.terms.policy, now).values()) if may_change else 0
     reason = growth.reason_to_change(state.hosts.living, event.slots, then)
     # Ranks that have ended well leave no training, and their mpirun may be ending, too.
-    if not reason or ENDED_WELL in state.heard:
+    if not reason or marks.ENDED_WELL in state.heard:
         return replace(state, until=math.inf), ()
     if state.is_at_limit:
         return state, (Action(Do.SAY_ONCE, f"{reason}, {state.limit_said}: they go on as they are"),)
@@ -432,7 +418,7 @@ def _status(state: JobState, event: MpirunEnded) -> int:
     if INTERRUPTED in state.heard:
         return 128 + signal.SIGINT
     if is_elastic:
-        has_stopped = STOPPED in state.heard and not state.to_stop
+        has_stopped = marks.STOPPED in state.heard and not state.to_stop
     else:
         has_stopped = event.status == os.EX_TEMPFAIL and not event.has_error and FAILED not in state.heard
     if has_stopped:
@@ -442,7 +428,7 @@ def _status(state: JobState, event: MpirunEnded) -> int:
     if event.status:
         return 1 if event.status == os.EX_TEMPFAIL else event.status
     # mpirun may end with status 0 though it has lost ranks.
-    has_ended_well = ENDED_WELL in state.heard and _HAD_NO_START not in state.heard
+    has_ended_well = marks.ENDED_WELL in state.heard and _HAD_NO_START not in state.heard
     return int(event.has_lost_daemon or (is_elastic and not has_ended_well))
 
 
@@ -461,7 +447,7 @@ def _mpirun_ended(state: JobState, event: MpirunEnded, now: float) -> Answer:
             state, said = _lose(state, Happening(UNREACHED, "mpirun has no connection to it", host=name), now)
             actions += said
         actions += [Action(Do.EXPLAIN, number=status)]
-    if status == 0 and not state.stops and BEGUN not in state.heard:
+    if status == 0 and not state.stops and marks.BEGUN not in state.heard:
         actions += [Action(Do.SAY_IF_ALONE)]
     state, then = _decide(state, event, status, now)
     actions += then
@@ -474,17 +460,19 @@ def _mpirun_ended(state: JobState, event: MpirunEnded, now: float) -> Answer:
 def _decide(state: JobState, event: MpirunEnded, status: int, now: float) -> Answer:
     """Decide whether a job that has ended with a status is started again."""
     spec = state.terms.spec
-    if spec.watchdog_action == "end" and (STALLS in state.heard or status == STALLED):
+    if spec.watchdog_action == "end" and (marks.STALLS in state.heard or status == STALLED):
         return state.ended(STALLED), ()
-    if COMMIT in state.heard:  # it made steps
-        state = replace(state, kept=state.kept | {COMMIT}, failed=0)
+    if marks.COMMIT in state.heard:  # it made steps
+        state = replace(state, kept=state.kept | {marks.COMMIT}, failed=0)
     if state.leaves and not state.stops:
         return replace(state, changes=state.changes + 1).going_to(Phase.WAITING, now), ()
     lost = [host for host in dict.fromkeys(state.hosts.places) if host in state.hosts.lost]
     lacks_daemon = event.status == _NO_DAEMON or event.has_lost_daemon
-    goes_on = (spec.elastic and lacks_daemon and COMMIT in state.heard) or (bool(lost) and state.outlives_loss(now))
+    goes_on = (spec.elastic and lacks_daemon and marks.COMMIT in state.heard) or (
+        bool(lost) and state.outlives_loss(now)
+    )
     is_over = status in (0, os.EX_TEMPFAIL) or state.stops or (state.failed == spec.restarts and not goes_on)
-    was_to_stop = event.is_due or AGREES in state.heard or {STOP_ASKED, COMMIT} <= state.kept
+    was_to_stop = event.is_due or marks.AGREES in state.heard or {STOP_ASKED, marks.COMMIT} <= state.kept
     if is_over:
         return state.ended(status), ()
     if was_to_stop:  # a new mpirun would begin in an allocation that ends
@@ -516,13 +504,14 @@ def _decide(state: JobState, event: MpirunEnded, status: int, now: float) -> Ans
 _ALIVE = (Phase.STARTING, Phase.RUNNING, Phase.LEAVING, Phase.STOPPING, Phase.ENDING, Phase.KILLED)
 _WORKING = _ALIVE[:3]
 _IDLE = (Phase.WAITING, Phase.PAUSING)
+_DEATHS = (marks.DIED, marks.DIED_UNSAID)
 
 
 class Transition(NamedTuple):
-    """What an event does in some phases.
+    """What some events do in some phases.
 
     Attributes:
-        what: the event.
+        what: the events.
         phases: in which it does that.
         to: the phase that follows; None: it stays in its own.
         do: what is to be done, with the text or the number of the event.
@@ -530,7 +519,7 @@ class Transition(NamedTuple):
         perhaps: phases to which ``change`` may go.
     """
 
-    what: str
+    what: tuple[str, ...]
     phases: tuple[Phase, ...]
     to: Phase | None = None
     do: tuple[Do, ...] = ()
@@ -540,51 +529,44 @@ class Transition(NamedTuple):
 
 #: What each event does, in each phase; in phases where it has no row, it is ignored.
 ROWS = (
-    Transition("hosts are listed", (Phase.WAITING,), change=_wait, perhaps=(Phase.STARTING, Phase.ENDED)),
-    Transition("hosts are listed", (Phase.RUNNING,), change=_may_grow),
-    Transition("hosts are listed", (Phase.STARTING, *_ALIVE[2:]), change=_listed),
-    Transition(COME, _ALIVE),
-    Transition(BEGUN, _ALIVE),
-    Transition(CONNECTED, (Phase.STARTING,), Phase.RUNNING),
-    Transition(CONNECTED, _ALIVE[1:]),
-    Transition(COMMIT, _ALIVE),
-    Transition(GONE_ON, _ALIVE, change=_gone_on),
-    Transition(BEGINS_AGAIN, _WORKING, Phase.LEAVING),
-    Transition(BEGINS_AGAIN, _ALIVE[3:]),
-    Transition(AGREES, _ALIVE, change=_stop_agreed),
-    Transition(STOPPED, _ALIVE, change=_ended_well),
-    Transition(ENDED_WELL, _ALIVE, change=_ended_well),
-    Transition(DIED, (Phase.STARTING, Phase.STOPPING), change=_died, perhaps=(Phase.ENDING,)),
-    Transition(DIED, (Phase.RUNNING, Phase.ENDING, Phase.KILLED), change=_died),
-    Transition(DIED_UNSAID, (Phase.STARTING, Phase.STOPPING), change=_died, perhaps=(Phase.ENDING,)),
-    Transition(DIED_UNSAID, (Phase.RUNNING,), change=_died),
-    Transition(STALLS, _ALIVE[:5], Phase.ENDING, (Do.END,)),
-    Transition(SILENT, _ALIVE, Phase.KILLED, (Do.KILL,), _lose),
-    Transition(CUT_OFF, _ALIVE, Phase.KILLED, (Do.SAY, Do.KILL)),
-    Transition(LATE, _ALIVE[:5], Phase.ENDING, (Do.SAY, Do.END)),
-    Transition(UNREACHED, _ALIVE, change=_lose),
-    Transition(ANSWERS, (Phase.WAITING, Phase.RUNNING), change=_answers),
-    Transition(STOP_DUE, _WORKING, do=(Do.ASK_TO_STOP,)),
-    Transition(MISSED, _IDLE, change=_unstarted, perhaps=(Phase.ENDED,)),
-    Transition(STOP_ASKED, _ALIVE, do=(Do.PASS_ON,), change=_stop_asked),
-    Transition(USERS_SIGNAL, _ALIVE, do=(Do.PASS_ON,)),
-    Transition(END_ASKED, _WORKING, change=_end_asked, perhaps=(Phase.STOPPING, Phase.ENDING)),
-    Transition(END_ASKED, (Phase.STOPPING,), Phase.ENDING, (Do.KILL_RANKS, Do.END), _end_asked_again),
-    Transition(END_ASKED, (Phase.ENDING, Phase.KILLED), do=(Do.END,), change=_end_asked_again),
-    Transition(END_ASKED_MPIRUN, _WORKING, change=_end_asked, perhaps=(Phase.STOPPING, Phase.ENDING)),
-    Transition(MISSED, _ALIVE, change=_missed),
-    Transition(INTERRUPTED, _ALIVE[:5], Phase.ENDING, (Do.SAY, Do.END)),
-    Transition(INTERRUPTED, (Phase.KILLED,), do=(Do.SAY,)),
-    Transition(FAILED, (Phase.STOPPING,)),
-    Transition(GRACE_OVER, (Phase.STOPPING,), change=_grace_over),
-    Transition(STUCK, _ALIVE[:5], Phase.KILLED, (Do.SAY, Do.KILL)),
-    Transition(TIME, (Phase.RUNNING,), change=_unanswered),
-    Transition(TIME, (Phase.LEAVING, Phase.STOPPING), Phase.ENDING, (Do.END,)),
-    Transition(TIME, (Phase.ENDING,), Phase.KILLED, (Do.KILL,)),
-    Transition(TIME, (Phase.PAUSING,), Phase.WAITING, (Do.LIST_AGAIN,)),
-    Transition("mpirun ends", _ALIVE, change=_mpirun_ended, perhaps=(Phase.WAITING, Phase.PAUSING, Phase.ENDED)),
+    Transition(("hosts are listed",), (Phase.WAITING,), change=_wait, perhaps=(Phase.STARTING, Phase.ENDED)),
+    Transition(("hosts are listed",), (Phase.RUNNING,), change=_may_grow),
+    Transition(("hosts are listed",), (Phase.STARTING, *_ALIVE[2:]), change=_listed),
+    Transition((marks.COME, marks.BEGUN, marks.COMMIT), _ALIVE),
+    Transition((marks.CONNECTED,), (Phase.STARTING,), Phase.RUNNING),
+    Transition((marks.CONNECTED,), _ALIVE[1:]),
+    Transition((marks.GONE_ON,), _ALIVE, change=_gone_on),
+    Transition((marks.BEGINS_AGAIN,), _WORKING, Phase.LEAVING),
+    Transition((marks.BEGINS_AGAIN,), _ALIVE[3:]),
+    Transition((marks.AGREES,), _ALIVE, change=_stop_agreed),
+    Transition((marks.STOPPED, marks.ENDED_WELL), _ALIVE, change=_ended_well),
+    Transition(_DEATHS, (Phase.STARTING, Phase.STOPPING), change=_died, perhaps=(Phase.ENDING,)),
+    Transition(_DEATHS, (Phase.RUNNING,), change=_died),
+    Transition((marks.DIED,), (Phase.ENDING, Phase.KILLED), change=_died),
+    Transition((marks.STALLS,), _ALIVE[:5], Phase.ENDING, (Do.END,)),
+    Transition((SILENT,), _ALIVE, Phase.KILLED, (Do.KILL,), _lose),
+    Transition((CUT_OFF, STUCK), _ALIVE[:5], Phase.KILLED, (Do.SAY, Do.KILL)),
+    Transition((LATE, INTERRUPTED), _ALIVE[:5], Phase.ENDING, (Do.SAY, Do.END)),
+    Transition((INTERRUPTED,), (Phase.KILLED,), do=(Do.SAY,)),
+    Transition((UNREACHED,), _ALIVE, change=_lose),
+    Transition((ANSWERS,), (Phase.WAITING, Phase.RUNNING), change=_answers),
+    Transition((STOP_DUE,), _WORKING, do=(Do.ASK_TO_STOP,)),
+    Transition((STOP_ASKED,), _ALIVE, do=(Do.PASS_ON,), change=_stop_asked),
+    Transition((USERS_SIGNAL,), _ALIVE, do=(Do.PASS_ON,)),
+    Transition((END_ASKED, END_ASKED_MPIRUN), _WORKING, change=_end_asked, perhaps=(Phase.STOPPING, Phase.ENDING)),
+    Transition((END_ASKED,), (Phase.STOPPING,), Phase.ENDING, (Do.KILL_RANKS, Do.END), _end_asked_again),
+    Transition((END_ASKED,), (Phase.ENDING, Phase.KILLED), do=(Do.END,), change=_end_asked_again),
+    Transition((MISSED,), _ALIVE, change=_missed),
+    Transition((MISSED,), _IDLE, change=_unstarted, perhaps=(Phase.ENDED,)),
+    Transition((FAILED,), (Phase.STOPPING,)),
+    Transition((GRACE_OVER,), (Phase.STOPPING,), change=_grace_over),
+    Transition((TIME,), (Phase.RUNNING,), change=_unanswered),
+    Transition((TIME,), (Phase.LEAVING, Phase.STOPPING), Phase.ENDING, (Do.END,)),
+    Transition((TIME,), (Phase.ENDING,), Phase.KILLED, (Do.KILL,)),
+    Transition((TIME,), (Phase.PAUSING,), Phase.WAITING, (Do.LIST_AGAIN,)),
+    Transition(("mpirun ends",), _ALIVE, change=_mpirun_ended, perhaps=(Phase.WAITING, Phase.PAUSING, Phase.ENDED)),
 )
-TABLE = {(phase, row.what): row for row in ROWS for phase in row.phases}
+TABLE = {(phase, what): row for row in ROWS for phase in row.phases for what in row.what}
 
 
 def next_state(state: JobState, event: LaunchEvent, now: float) -> Answer:
