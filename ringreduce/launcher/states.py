@@ -275,8 +275,7 @@ def _gone_on(state: JobState, event: Mark, now: float) -> Answer:
 
 def _stop_agreed(state: JobState, mark: Mark, now: float) -> Answer:
     """Ranks agree a second time after a death, which the others survive."""
-    before = frozenset() if mark.rank in state.to_stop else state.to_stop
-    return replace(state, to_stop=before | {mark.rank}), ()
+    return replace(state, to_stop=(frozenset() if mark.rank in state.to_stop else state.to_stop) | {mark.rank}), ()
 
 
 def _ended_well(state: JobState, mark: Mark, now: float) -> Answer:
@@ -292,8 +291,8 @@ def _died(state: JobState, mark: Mark, now: float) -> Answer:
     if not state.heard.isdisjoint((marks.CONNECTED, _HAD_NO_START)):
         return state, ()
     who = name_rank(mark.rank, {mark.rank: host} if marks.COME in state.heard else {})
-    said = _say(f"{who} has died before all ranks came to init(), so the job is ended")
-    return state.noting(_HAD_NO_START).going_to(Phase.ENDING, now), (said, Action(Do.END))
+    actions = (_say(f"{who} has died before all ranks came to init(), so the job is ended"), Action(Do.END))
+    return state.noting(_HAD_NO_START).going_to(Phase.ENDING, now), actions
 
 
 def _lose(state: JobState, event: Happening, now: float) -> Answer:
@@ -467,10 +466,8 @@ def _decide(state: JobState, event: MpirunEnded, status: int, now: float) -> Ans
     if state.leaves and not state.stops:
         return replace(state, changes=state.changes + 1).going_to(Phase.WAITING, now), ()
     lost = [host for host in dict.fromkeys(state.hosts.places) if host in state.hosts.lost]
-    lacks_daemon = event.status == _NO_DAEMON or event.has_lost_daemon
-    goes_on = (spec.elastic and lacks_daemon and marks.COMMIT in state.heard) or (
-        bool(lost) and state.outlives_loss(now)
-    )
+    lacks_daemon = spec.elastic and (event.status == _NO_DAEMON or event.has_lost_daemon)
+    goes_on = (lacks_daemon and marks.COMMIT in state.heard) or (bool(lost) and state.outlives_loss(now))
     is_over = status in (0, os.EX_TEMPFAIL) or state.stops or (state.failed == spec.restarts and not goes_on)
     was_to_stop = event.is_due or marks.AGREES in state.heard or {STOP_ASKED, marks.COMMIT} <= state.kept
     if is_over:
