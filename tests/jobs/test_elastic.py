@@ -42,13 +42,13 @@ def test_a_job_that_begins_again_ends_in_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_job_begins_again_at_the_end_of_an_epoch(tmp_path: Path) -> None:
-    """Of whose samples none is left: the last commit on disk is that of the epoch's last step."""
+    """Of whose samples none is left: commit 40, which is on disk at step 44, is that of the epoch's last step."""
     needs("torch")
     long = ["--epochs", 2, *SHORT[2:]]
     undisturbed = run("--elastic", "-np", 2, sys.executable, EXAMPLE, *long)
     again = run(
         *("--elastic", "-np", 2, "--min-np", 2, "--max-restarts", 1, sys.executable, EXAMPLE, *long),
-        *("--folder", tmp_path / "commits", "--fail", "0@42"),
+        *("--folder", tmp_path / "commits", "--fail", "0@44"),
     )
     assert weights(again) == weights(undisturbed)
     assert "going on from commit 40 on disk" in again.stdout
