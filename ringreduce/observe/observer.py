@@ -118,6 +118,9 @@ class Observer:
             self._ticker.join(_PATIENCE_S)
         while self._begun:
             self._begun.pop().end(error)
+        # Watchers refer to this observer: without them, its world gives memory and files back at once.
+        self._watchers.clear()
+        self._ticking.clear()
 
     def last_values(self, fails: bool) -> dict[int, dict[str, float]]:
         """Return the last values that the program has reported, by rank, as far as they are known here.
