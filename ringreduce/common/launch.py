@@ -82,7 +82,7 @@ VARIABLES = {
     f"RINGREDUCE_{name}"
     for name in (
         *("MESSAGES", "SHELL", "RESTARTABLE", "RESTART", "START_TIMEOUT", "COMMITS", "COMMIT_REPLICAS"),
-        *("MIN_NP", "RESET_LIMIT", "PULSE", "FENCE", "MASTER_ADDR", "MASTER_PORT"),
+        *("MIN_NP", "RESET_LIMIT", "FENCE", "MASTER_ADDR", "MASTER_PORT"),
     )
 }
 

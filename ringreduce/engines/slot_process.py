@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
@@ -32,6 +33,7 @@ END = "end"
 MESSAGE = "message"
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.05  # at commands that run
+_BEAT_EVERY_S = 1.0  # meanwhile
 _READ_NBYTES = 1 << 16
 
 
@@ -44,7 +46,7 @@ def _main() -> int:
         ticket, name, file = json.loads(sys.stdin.buffer.readline())
         with _module(file).connected(ticket, {"what": SLOT, "name": name}) as driver:
             try:
-                return 0 if _serve(driver) else 1
+                return 0 if _serve(driver, name) else 1
             finally:
                 _end_all()  # before the connection ends, for which the driver waits
     finally:
@@ -60,8 +62,12 @@ def _module(file: str) -> Any:
     return module
 
 
-def _serve(driver: Any) -> bool:
+def _serve(driver: Any, name: str) -> bool:
     """Run the commands that come, each with its number; answer with number and status when one has ended.
+
+    Args:
+        driver: the connection.
+        name: of the slot.
 
     Returns:
         Whether the driver has said that this is to end; else the task has ended, or the connection.
@@ -73,6 +79,7 @@ def _serve(driver: Any) -> bool:
     os.mkfifo(path, 0o600)
     fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     rest = b""
+    beats_at = time.monotonic()
     waited: list[Any] = [0, driver, fifo]
     commands: dict[int, subprocess.Popen[bytes]] = {}
     while True:
@@ -92,6 +99,9 @@ def _serve(driver: Any) -> bool:
         with suppress(BlockingIOError):
             rest += os.read(fifo, _READ_NBYTES)
         *lines, rest = rest.split(b"\n")
+        if commands and time.monotonic() >= beats_at:
+            beats_at = time.monotonic() + _BEAT_EVERY_S
+            lines.append(f"- 0 {name} lives".encode())
         for line in lines:
             with suppress(OSError):
                 driver.send_json([MESSAGE, line.decode(errors="replace")])

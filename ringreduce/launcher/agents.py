@@ -20,7 +20,7 @@ from ringreduce.launcher import host_agent
 from ringreduce.launcher.agent_server import private_folder
 from ringreduce.launcher.cargo import base_python
 from ringreduce.launcher.hosts import UNNAMED, is_here
-from ringreduce.launcher.marks import Mark, RankMessages
+from ringreduce.launcher.marks import HEARTBEAT, Mark, RankMessages
 from ringreduce.launcher.reach import MARK, Errand, HostProcess, close_inputs, command_on, end_all, let_open
 from ringreduce.launcher.start import Start
 
@@ -166,6 +166,8 @@ class Agents:
     def _take(self, agent: _Agent, what: str, value: str) -> None:
         if what == "message":
             os.write(self._fifo, f"{value}\n".encode())
+        elif what == "lives":
+            os.write(self._fifo, f"{HEARTBEAT.format(host=agent.process.name)}\n".encode())
         elif what == "passed on":
             with agent.changed:
                 agent.passed_on = int(value)

@@ -1,4 +1,4 @@
-"""The agent of `ringreduce run` on a host: it passes on the messages of the ranks there.
+"""The agent of `ringreduce run` on a host: it passes on the messages of the ranks there, and sends heartbeats.
 
 The text of this file goes to a Python of the host, which need not have ringreduce: it takes the standard library alone.
 It reads one line of JSON, the request, and lives until its standard input ends: when the launcher closes it, or has
@@ -14,10 +14,12 @@ import select
 import signal
 import stat
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
 _READ_NBYTES = 1 << 16
+_BEAT_EVERY_S = 1.0
 
 
 class _Fifo:
@@ -72,8 +74,12 @@ def _answer(request: dict[str, Any], what: str, value: object = "") -> None:
 def _serve(request: dict[str, Any], fifo: _Fifo) -> None:
     """Pass on messages until the input ends; each line of that asks for those that have come so far."""
     waited = [0, fifo.descriptor] if fifo.is_ours else [0]
+    beats_at = time.monotonic()
     while True:
-        ready, _, _ = select.select(waited, [], [])
+        ready, _, _ = select.select(waited, [], [], max(beats_at - time.monotonic(), 0.0))
+        if time.monotonic() >= beats_at:
+            beats_at = time.monotonic() + _BEAT_EVERY_S
+            _answer(request, "lives")
         asked = os.read(0, _READ_NBYTES) if 0 in ready else b"\n"
         while lines := fifo.read() if fifo.is_ours else []:
             for line in lines:

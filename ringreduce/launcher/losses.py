@@ -1,8 +1,7 @@
 """Which hosts are lost, as they are silent or mpirun does not reach them, and which of these answer again.
 
 A host that loses its power, its network or its kernel sends nothing, so that nothing else says so: TCP notices when it
-has sent something, and gives up after a quarter of an hour. So the shell over one rank of each host says every few
-seconds that it lives.
+has sent something, and gives up after a quarter of an hour. So the agent of each host sends a heartbeat every second.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ sys.exit({_NO_WAY})
 class Losses:
     """Notices hosts that are lost, and those that answer again.
 
-    Silence is counted in looks, not in time: a launcher that was stopped could not hear, and loses no host. If mpirun
-    or its output is stopped, the launcher's own host is silent, too, and no host is lost. Where no rank speaks for the
-    launcher's host, others count as silent only while one of them is heard.
+    Silence is counted in looks, not in time: a launcher that was stopped could not hear, and loses no host. Where no
+    rank runs on this host and all hosts are silent, it is this host that hears nothing, and no host is lost.
 
     Args:
         start: of the jobs, whose mpirun reaches hosts in the same manner.
@@ -91,29 +89,25 @@ class Losses:
         self._checked.clear()
         self.places: dict[int, str] = {}
         self.without_package: set[str] = set()
-        self._speakers: dict[int, str] = {}
+        self._counts_silence = hears and spec.elastic and bool(spec.host_timeout_s)
+        self._living: dict[int, str] = {}  # the hosts of ranks that have come, and have not ended
         self._silent: dict[str, int] = {}  # for how many looks, by the host
-        self._here = ""
-        self._deaf = 0  # for how many looks this host was silent, or where it does not speak, all
+        self._deaf = 0  # for how many looks nobody was heard
         self._looked = -math.inf
 
     def hear(self, mark: Mark, host: str) -> None:
-        """A rank of a host has said something; if it spoke for its host and has ended, no more is expected of that."""
+        """A rank of a host, or its agent, has said something."""
+        if mark.what == LIVES:
+            self._silent[mark.host] = 0
+            return
         self._own_names.setdefault(mark.host, set()).add(host)
         if mark.what == COME:
             self._to_come.discard(mark.rank)
-            self.places[mark.rank] = host
+            self._living[mark.rank] = self.places[mark.rank] = host
         elif mark.what == NO_PACKAGE:
             self.without_package.add(mark.host)
-        elif mark.what == LIVES:
-            self._speakers[mark.rank] = host
-            self._silent[host] = 0
-            self._here = host if is_here(mark.host, self._start.here) else self._here
-            self._deaf = 0 if self._here in ("", host) else self._deaf
-        elif mark.what in (DIED, DIED_UNSAID, STOPPED, ENDED_WELL) and mark.rank in self._speakers:
-            ended = self._speakers.pop(mark.rank)
-            self._silent.pop(ended, None)
-            self._here = "" if ended == self._here else self._here
+        elif mark.what in (DIED, DIED_UNSAID, STOPPED, ENDED_WELL):
+            self._living.pop(mark.rank, None)
 
     @property
     def by_ssh(self) -> list[str]:
@@ -124,24 +118,30 @@ class Losses:
 
     def silent(self) -> list[str]:
         """Return the hosts that have become silent, once each; to be called every second, or more often."""
-        if self._clock() < self._looked + _LOOK_EVERY_S:
+        if not self._counts_silence or self._clock() < self._looked + _LOOK_EVERY_S:
             return []
         self._looked = self._clock()
-        self._deaf += bool(self._silent)
-        if self._deaf > self._looks / 2:  # who lives speaks more often; once words come again, all is counted anew
+        hosts = {*self._living.values()}
+        expected = {_short(host) for host in hosts}
+        self._silent = {host: looks + 1 if _short(host) in expected else 0 for host, looks in self._silent.items()}
+        counted = [looks for host, looks in self._silent.items() if _short(host) in expected]
+        is_deaf = bool(counted) and min(counted) > self._looks / 2
+        if is_deaf and not any(is_here(host, self._start.here) for host in hosts):
+            self._deaf += 1
+            if self._deaf > self._looks / 2 and not self._has_said:
+                self._has_said = True
+                say(
+                    f"every host has said nothing for {self._start.spec.host_timeout_s:g} s: this host may have lost "
+                    "its network; no host counts as lost"
+                )
+            return []
+        if self._deaf:  # All are heard again, but not in the same second.
+            self._deaf = 0
             self._silent = dict.fromkeys(self._silent, 0)
-        if self._deaf > self._looks and not self._has_said:
-            self._has_said = True
-            who = "this host" if self._here else "every host"
-            say(
-                f"{who} has said nothing for {self._start.spec.host_timeout_s:g} s: mpirun or its output is stopped; "
-                "no host counts as lost"
-            )
-        self._silent = {host: looks + 1 for host, looks in self._silent.items()}
-        found = [host for host, looks in self._silent.items() if looks > self._looks]
-        for host in found:
+        lost = [host for host, looks in self._silent.items() if looks > self._looks]
+        for host in lost:
             del self._silent[host]
-        return found
+        return lost
 
     def by_mpirun(self, hosts: Hosts, written: str) -> list[str]:
         """Return the hosts that mpirun has lost, by their names there.
@@ -244,6 +244,11 @@ class Losses:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _short(host: str) -> str:
+    """Return the name of a host without its domain; an address as it is."""
+    return host if host[:1].isdigit() else host.partition(".")[0]
 
 
 def _is_own_address(host: str) -> bool:

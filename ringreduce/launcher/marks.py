@@ -1,4 +1,4 @@
-"""RankMessages of ranks, and of the shells over them, to `ringreduce run`: lines in a FIFO of their host.
+"""Messages of ranks, and of the shells over them, to `ringreduce run`: lines in a FIFO of their host.
 
 The FIFO is in a folder of this user's alone, so no other user writes there, and nothing that a program prints is a
 message. The launcher reads that of its own host; an agent reads that of each other host, and passes the lines on.
@@ -22,7 +22,6 @@ _READ_NBYTES = 1 << 16
 # What a mark says. The shell over a rank:
 COME = "has come"  # to a host that mpirun reaches: the rank begins
 NO_PACKAGE = "has no package there"  # its host does not have ringreduce where the launcher has it
-LIVES = "lives"  # every few seconds, for its host
 ENDED_WELL = "has ended well"
 STOPPED = "has stopped"  # with the status of a job that is to be run again
 DIED = "has died"
@@ -34,8 +33,13 @@ AGREES = "agrees to stop"  # as all ranks of its world do
 BEGINS_AGAIN = "begins again"  # its commit is on disk, and it ends for a start on other hosts
 GONE_ON = "has gone on"  # after some of the others have failed
 STALLS = "stalls"  # none has gone on for long, and the job is to be ended
+# The agent of a host, every second:
+LIVES = "lives"
 # The launcher itself, of a rank that has died with the shell over it:
 DIED_UNSAID = "is gone"
+
+#: The line by which a host lives, by its name in the list of hosts: of no launch, and of no rank.
+HEARTBEAT = "- 0 {host} lives"
 
 
 class Mark(NamedTuple):
@@ -104,7 +108,7 @@ class RankMessages:
         return self._descriptor
 
     def read(self) -> list[Mark]:
-        """Return the messages that have come; other lines, and those of another launch, are dropped."""
+        """Return the messages that have come; other lines, and what ranks of another launch say, are dropped."""
         try:
             self._rest += os.read(self._descriptor, _READ_NBYTES)
         except BlockingIOError:
@@ -114,7 +118,7 @@ class RankMessages:
         return [
             Mark(line[4].decode(), int(line[2]), line[3].decode(errors="replace"))
             for line in parsed
-            if line is not None and line[1] == self._fence.encode()
+            if line is not None and line[1] in (self._fence.encode(), b"-")
         ]
 
     def last(self) -> list[Mark]:

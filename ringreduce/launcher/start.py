@@ -27,9 +27,6 @@ from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.stderr import say
 from ringreduce.launcher.stdin import is_passed_on, reader, with_program
 
-#: So often a host says that it lives within the time after which it is lost.
-_PULSES = 5
-
 #: By which Open MPI is set to start more ranks than there are slots.
 _MAPPING = ("PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_rmaps_base_mapping_policy")
 
@@ -189,8 +186,6 @@ class Start:
         settings |= {**{name: text for name, text in always.items() if name not in environ}, **told}
         if self.grows:
             settings["RINGREDUCE_RESTARTABLE"] = "1"
-        if remote and spec.elastic and spec.host_timeout_s:
-            settings["RINGREDUCE_PULSE"] = f"{spec.host_timeout_s / _PULSES:g}"
         if spec.rank_variables:
             settings |= self._master(ranks, exported, environ)
         if spec.folder is not None and "PYTHONUNBUFFERED" not in os.environ:

@@ -27,23 +27,8 @@ messages=${_RINGREDUCE_MESSAGES:-$RINGREDUCE_MESSAGES}/$(readlink /proc/self/ns/
 who="$RINGREDUCE_FENCE $OMPI_COMM_WORLD_RANK ${PMIX_HOSTNAME:-$(uname -n)}"
 say() { [ ! -p "$messages" ] || echo "$who $1" 1<>"$messages"; }
 
-# One rank of each host says every few seconds that the host lives. What sleeps meanwhile holds no file of the rank's, for
-# whose end mpirun would wait, and it all ends soon after this shell, however that ends.
-speaker=
-if [ -n "$RINGREDUCE_PULSE" ] && [ "$OMPI_COMM_WORLD_LOCAL_RANK" = 0 ]; then
-    (
-        trap "" TERM HUP INT USR1 USR2
-        while kill -0 $$ 2>/dev/null; do
-            say "lives"
-            sleep "$RINGREDUCE_PULSE" >/dev/null 2>&1
-        done
-    ) &
-    speaker=$!
-fi
-
 "$@"
 code=$?
-[ -z "$speaker" ] || kill -KILL "$speaker"
 
 # EX_TEMPFAIL: what the rank has done is saved, as on all others, and the job is to be run again. Without an agreement it
 # is a status like others.
