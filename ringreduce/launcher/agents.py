@@ -26,8 +26,9 @@ from ringreduce.launcher.start import Start
 
 #: A host that does not answer for so long is lost, or cannot be reached; mpirun then says why.
 _ANSWER_S = 12.0
-#: How long a host may take to pass on the last messages of its ranks.
+#: How long a host may take to pass on the last messages of its ranks, and how long it may have said nothing before.
 _PASS_ON_S = 5.0
+_SILENT_S = 3.0
 
 
 @dataclass
@@ -37,11 +38,13 @@ class _Agent:
     Attributes:
         process: the connection to it.
         passed_on: the last request up to which all messages have come; infinite: it has ended.
+        heard: when it was heard last.
     """
 
     process: HostProcess
     changed: threading.Condition = field(default_factory=threading.Condition)
     passed_on: float = 0
+    heard: float = field(default_factory=time.monotonic)
     reader: threading.Thread | None = None
 
     def has_passed_on(self, number: int) -> Callable[[], bool]:
@@ -144,7 +147,8 @@ class Agents:
         deadline = time.monotonic() + _PASS_ON_S
         for name, agent in asked.items():
             with agent.changed:
-                agent.changed.wait_for(agent.has_passed_on(number), max(deadline - time.monotonic(), 0.0))
+                limit = min(deadline, agent.heard + _SILENT_S)  # of a host that is lost nothing comes any more
+                agent.changed.wait_for(agent.has_passed_on(number), max(limit - time.monotonic(), 0.0))
             if not number <= agent.passed_on < math.inf:
                 self._agents.pop(name).end()
 
@@ -155,6 +159,7 @@ class Agents:
         output = agent.process.output.fileno()
         with suppress(OSError, ValueError):
             while piece := os.read(output, 1 << 16):
+                agent.heard = time.monotonic()
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     if line.startswith(begin):
