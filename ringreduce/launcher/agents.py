@@ -21,8 +21,18 @@ from ringreduce.launcher.agent_server import private_folder
 from ringreduce.launcher.cargo import base_python
 from ringreduce.launcher.hosts import UNNAMED, is_here
 from ringreduce.launcher.marks import HEARTBEAT, Mark, RankMessages
-from ringreduce.launcher.reach import MARK, Errand, HostProcess, close_inputs, command_on, end_all, let_open
+from ringreduce.launcher.reach import (
+    MARK,
+    Errand,
+    HostProcess,
+    HostRefusedError,
+    close_inputs,
+    command_on,
+    end_all,
+    let_open,
+)
 from ringreduce.launcher.start import Start
+from ringreduce.launcher.stderr import say
 
 #: A host that does not answer for so long is lost, or cannot be reached; mpirun then says why.
 _ANSWER_S = 12.0
@@ -97,7 +107,9 @@ class Agents:
         for process in begun:
             try:
                 process.answer(max(deadline - time.monotonic(), 0.1))
-            except ConfigError:
+            except ConfigError as error:  # where a host is not reached, mpirun says why
+                if isinstance(error, HostRefusedError):
+                    say(f"{error}; until then nothing is heard of commits and deaths there")
                 process.kill()
                 process.has_ended(_ANSWER_S)
                 continue

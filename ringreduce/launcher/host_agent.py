@@ -99,7 +99,7 @@ def _main() -> None:
     try:
         fifo = _Fifo(request["folder"])
     except OSError as error:
-        _answer(request, "failed", str(error))
+        _answer(request, "failed", f"{error}; set TMPDIR to a folder that each host has")
         sys.exit(1)
     try:
         _answer(request, "ready")

@@ -129,6 +129,10 @@ def command_on(host: str, command: Sequence[str], start: Start) -> list[str]:
     raise ConfigError(f"hosts are reached by ssh, by srun, or by the agent that {name} names; set that")
 
 
+class HostRefusedError(ConfigError):
+    """A host that is reached cannot do what its process is for."""
+
+
 class HostProcess:
     """A process of a host's own Python, which lives as long as its standard input is open.
 
@@ -166,7 +170,8 @@ class HostProcess:
         """Return what it answers.
 
         Raises:
-            ConfigError: that it cannot do what it is for, or nothing for too long.
+            HostRefusedError: that it cannot do what it is for.
+            ConfigError: it has ended, or answers nothing for too long.
         """
         waiting = select.poll()
         waiting.register(self.output, select.POLLIN)
@@ -185,7 +190,7 @@ class HostProcess:
             if line.startswith(MARK.encode()):
                 what, text = json.loads(line[len(MARK) :])
                 if what == "failed":
-                    raise ConfigError(f"{self._errand.name}: {self.name}: {text}")
+                    raise HostRefusedError(f"{self._errand.name}: {self.name}: {text}")
                 return str(what)
 
     def _how_it_ended(self) -> str:

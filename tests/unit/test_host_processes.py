@@ -1,7 +1,8 @@
-"""What hosts send back of a call of `ringreduce.run`, and the processes on them: here, as on any other host."""
+"""Processes of `ringreduce run` on hosts, and what they send back: here, as on any other host."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import result_sender
-from ringreduce.launcher.reach import MARK, Errand, HostProcess, ToAll, let_open
+from ringreduce.common.launch import messages_in
+from ringreduce.launcher import host_agent, result_sender
+from ringreduce.launcher.marks import Mark, RankMessages
+from ringreduce.launcher.reach import MARK, Errand, HostProcess, HostRefusedError, ToAll, let_open
 from ringreduce.launcher.result_folder import Incoming
 
 CALL = bytes(range(256)) * 4000
@@ -145,3 +148,52 @@ def test_noise_of_shells_is_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "0-0.result").read_bytes() == b"ab"
     with pytest.raises(ValueError, match="disk full"):
         incoming.feed(f'{MARK}["failed", "disk full"]\n'.encode())
+
+
+# ---- the agent of a host ----
+
+AGENT = Errand("ringreduce run", sys.executable, "the Python of the agent", host_agent)
+
+
+def test_an_agent_passes_on_what_ranks_say(tmp_path: Path) -> None:
+    """All that has come before it is asked, in order; it leaves nothing behind."""
+    folder = tmp_path / "there"
+    agent = AGENT.begin("there", {"folder": str(folder)}, start=None)
+    assert agent.answer() == "ready"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    Path(messages_in(str(folder))).write_text("f 0 n1 has come\nf 1 n1 has died\n")
+    agent.input.write(b"1\n")
+    answers: list[list[str]] = []
+    rest = b""
+    while ["passed on", "1"] not in answers:
+        rest += os.read(agent.output.fileno(), 4099)
+        *lines, rest = rest.split(b"\n")
+        answers += [json.loads(line[len(MARK) :]) for line in lines if line.startswith(MARK.encode())]
+    assert [value for what, value in answers if what == "message"] == ["f 0 n1 has come", "f 1 n1 has died"]
+    assert answers.index(["passed on", "1"]) > answers.index(["message", "f 1 n1 has died"])
+    agent.close_input()
+    assert agent.has_ended(60)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_one_agent_of_a_host_reads_what_its_ranks_say(tmp_path: Path) -> None:
+    """The others leave the FIFO alone: so does the launcher's own host, which has two names, say."""
+    messages = RankMessages(tmp_path)
+    messages.begin((), {"RINGREDUCE_FENCE": "f"})
+    agent = AGENT.begin("there", {"folder": str(tmp_path)}, start=None)
+    assert agent.answer() == "ready"
+    Path(messages_in(str(tmp_path))).write_text("f 0 n1 has come\n")
+    agent.close_input()
+    assert agent.has_ended(60)
+    assert messages.read() == [Mark("has come", 0, "n1")]
+    messages.close()
+
+
+def test_an_agent_takes_no_folder_that_others_may_write_to(tmp_path: Path) -> None:
+    """Its host is named, with the remedy."""
+    tmp_path.chmod(0o777)
+    agent = AGENT.begin("there", {"folder": str(tmp_path)}, start=None)
+    with pytest.raises(HostRefusedError, match=r"there: .* of this user's alone; set TMPDIR"):
+        agent.answer()
+    assert agent.has_ended(60)
+    assert [*tmp_path.iterdir()] == []
