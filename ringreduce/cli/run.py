@@ -26,7 +26,6 @@ from ringreduce.launcher.hosts import Hosts
 from ringreduce.launcher.own_networks import without_own_networks
 from ringreduce.launcher.rank_variables import with_free_port
 from ringreduce.launcher.restarts import Restarts
-from ringreduce.launcher.result_folder import with_results
 from ringreduce.launcher.ship import shipped
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
@@ -190,7 +189,6 @@ def command(dry_run: bool, **options: Any) -> int:
     start = without_own_networks(start)
     with (
         shipped(start, bytes_bar) as start,
-        with_results(start) as start,
         with_free_port(start) as start,
         with_agents(start) as hearing,
     ):

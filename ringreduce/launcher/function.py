@@ -103,8 +103,8 @@ def run(
         cooldown_range: seconds for which a host is not used after a death: after the first, and at most.
         hosts: hosts and their ranks, ``"host1:2,host2:4"``; None: all here. They must have this installation and the
             script at the same paths, unless ``options`` has ``"--ship"``. What ranks return comes back over ssh, srun
-            or the agent that mpirun uses; where mpirun uses none of these, or a script finds the hosts, they must share
-            the folder for temporary files (``TMPDIR``).
+            or the agent that mpirun uses; where mpirun uses none of these, hosts must share the folder for temporary
+            files (``TMPDIR``).
         hostfile: the path of a file with a line ``host1 slots=2`` for each, in place of ``hosts``.
         start_timeout: seconds to wait for enough slots, and for all ranks to call ``init()``.
         ssh_port: port of sshd on the other hosts.

@@ -1,4 +1,4 @@
-"""The agent of `ringreduce run` on a host: it passes on the messages of the ranks there, and sends heartbeats.
+"""The agent of `ringreduce run` on a host: it passes on what the ranks there say and return, and sends heartbeats.
 
 The text of this file goes to a Python of the host, which need not have ringreduce: it takes the standard library alone.
 It reads one line of JSON, the request, and lives until its standard input ends: when the launcher closes it, or has
@@ -11,15 +11,22 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import stat
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 _READ_NBYTES = 1 << 16
 _BEAT_EVERY_S = 1.0
+
+
+#: The file with the call of `ringreduce.run`, and how the names of files end that ranks leave.
+CALL = "call"
+DONE = (".result", ".failure")
+_LOOK_EVERY_S = 0.2  # for these
 
 
 class _Fifo:
@@ -65,18 +72,74 @@ class _Fifo:
                 os.rmdir(self._folder)
 
 
-def _answer(request: dict[str, Any], what: str, value: object = "") -> None:
-    left = memoryview(f"\n{request['mark']}{json.dumps([what, value])}\n".encode())
+class _Results:
+    """The folder of a call of `ringreduce.run`: the call comes there, and what ranks leave is sent.
+
+    Args:
+        folder: by the same path on all hosts; made where it is missing.
+        token: the name of a file in it, by which a host sees that it shares the folder with the launcher's.
+
+    Attributes:
+        is_shared: whether it does.
+
+    Raises:
+        OSError: there can be no such folder.
+    """
+
+    def __init__(self, folder: str, token: str) -> None:
+        self._folder = folder
+        self._sent: set[str] = set()
+        self.is_shared = False
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            if not os.path.exists(os.path.join(folder, token)):
+                raise
+            self.is_shared = True
+
+    def receive(self, nbytes: int) -> None:
+        """Receive the call; an EOFError says that the launcher has ended."""
+        with open(os.path.join(self._folder, CALL), "xb") as file:
+            while nbytes:
+                piece = os.read(0, min(nbytes, _READ_NBYTES))
+                if not piece:
+                    raise EOFError
+                file.write(piece)
+                nbytes -= len(piece)
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Send the files that have come: an answer with name and size, and then the bytes."""
+        for name in sorted({*os.listdir(self._folder)} - self._sent):
+            if name.endswith(DONE):
+                self._sent.add(name)
+                with open(os.path.join(self._folder, name), "rb") as file:
+                    _answer(request, "file", [name, os.fstat(file.fileno()).st_size])
+                    while piece := file.read(_READ_NBYTES):
+                        _write(piece)
+
+    def remove(self) -> None:
+        """Remove the folder, unless it is the launcher's."""
+        if not self.is_shared:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _write(content: bytes) -> None:
+    left = memoryview(content)
     while left:
         left = left[os.write(1, left) :]
 
 
-def _serve(request: dict[str, Any], fifo: _Fifo) -> None:
-    """Pass on messages until the input ends; each line of that asks for those that have come so far."""
+def _answer(request: dict[str, Any], what: str, value: object = "") -> None:
+    _write(f"\n{request['mark']}{json.dumps([what, value])}\n".encode())
+
+
+def _serve(request: dict[str, Any], fifo: _Fifo, results: _Results | None) -> None:
+    """Pass on what comes until the input ends; each line of that asks for the messages that have come so far."""
     waited = [0, fifo.descriptor] if fifo.is_ours else [0]
     beats_at = time.monotonic()
     while True:
-        ready, _, _ = select.select(waited, [], [], max(beats_at - time.monotonic(), 0.0))
+        limit_s = max(beats_at - time.monotonic(), 0.0)
+        ready, _, _ = select.select(waited, [], [], limit_s if results is None else min(limit_s, _LOOK_EVERY_S))
         if time.monotonic() >= beats_at:
             beats_at = time.monotonic() + _BEAT_EVERY_S
             _answer(request, "lives")
@@ -84,6 +147,8 @@ def _serve(request: dict[str, Any], fifo: _Fifo) -> None:
         while lines := fifo.read() if fifo.is_ours else []:
             for line in lines:
                 _answer(request, "message", line.decode(errors="replace"))
+        if results is not None:
+            results.send(request)
         if not asked:
             return
         if 0 in ready:
@@ -96,18 +161,28 @@ def _main() -> None:
     for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
     request = json.loads(sys.stdin.buffer.readline())
-    try:
-        fifo = _Fifo(request["folder"])
-    except OSError as error:
-        _answer(request, "failed", f"{error}; set TMPDIR to a folder that each host has")
-        sys.exit(1)
-    try:
-        _answer(request, "ready")
-        _serve(request, fifo)
-    except OSError:  # The launcher has ended.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    finally:
-        fifo.remove()
+    with ExitStack() as at_end:
+        results = None
+        try:
+            fifo = _Fifo(request["folder"])
+            at_end.callback(fifo.remove)
+            if request["results"]:
+                results = _Results(request["results"], request["token"])
+                at_end.callback(results.remove)
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            _answer(request, "failed", f"{why}; set TMPDIR to a folder that each host has, or to one that all share")
+            sys.exit(1)
+        try:
+            if results is not None and not results.is_shared:
+                _answer(request, "wants")
+                results.receive(request["nbytes"])
+            _answer(request, "ready")
+            _serve(request, fifo, None if results is None or results.is_shared else results)
+        except OSError:  # The launcher has ended.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        except EOFError:
+            pass
 
 
 if __name__ == "__main__":

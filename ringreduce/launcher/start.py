@@ -80,7 +80,7 @@ class Start:
         passes_stdin: whether mpirun reads the standard input of this command.
         reader: words before the program, by which rank 0 reads the standard input of this command.
         there: returns a word of the command line as other hosts, and this one, have it.
-        has_copies: whether hosts have files for this job alone, which a host that was lost may lack.
+        has_copies: whether hosts have copies of files for this job alone, which a host that was lost may lack.
         networks: variables by which MPI leaves out networks that join no hosts.
         port: for rank 0, where programs of torch.distributed meet; 0: none.
         lost: hosts that were lost and have not answered again, by their names in the list, or their own if it has none.
@@ -107,7 +107,7 @@ class Start:
     @property
     def asks_lost_hosts(self) -> bool:
         """Whether a host that was lost is used again once it answers."""
-        return self.by_ssh and self.grows and not self.has_copies
+        return self.by_ssh and self.grows and not self.has_copies and self.spec.results is None
 
     def has_lost(self, host: str) -> bool:
         """Return whether a host was lost, by its name in a list or without the domain."""

@@ -13,22 +13,24 @@ import pytest
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import messages_in
-from ringreduce.launcher import host_agent, result_sender
+from ringreduce.launcher import host_agent
+from ringreduce.launcher.agents import Incoming
 from ringreduce.launcher.marks import Mark, RankMessages
 from ringreduce.launcher.reach import MARK, Errand, HostProcess, HostRefusedError, ToAll, let_open
-from ringreduce.launcher.result_folder import Incoming
 
 CALL = bytes(range(256)) * 4000
 TOKEN = "shared-1"
 #: Of descriptors: that which `select` cannot take any more.
 MOST = 1024
 
-ERRAND = Errand("ringreduce.run", sys.executable, "the Python that ranks need", result_sender)
+ERRAND = Errand("ringreduce.run", sys.executable, "the Python that ranks need", host_agent)
 
 
 def begin(folder: Path) -> HostProcess:
-    """Start the process of a host."""
-    return ERRAND.begin("there", {"folder": str(folder), "token": TOKEN, "nbytes": len(CALL)}, start=None)
+    """Start the agent of a host, for a call."""
+    messages = folder.with_name(f"{folder.name}-messages")
+    request = {"folder": str(messages), "results": str(folder), "token": TOKEN, "nbytes": len(CALL)}
+    return ERRAND.begin("there", request, start=None)
 
 
 def give_call(host: HostProcess) -> None:
@@ -37,7 +39,7 @@ def give_call(host: HostProcess) -> None:
     stream = ToAll(ERRAND, [host])
     stream.write(CALL)
     stream.flush()
-    assert host.answer() == "has"
+    assert host.answer() == "ready"
 
 
 def pieces(host: HostProcess) -> Iterator[bytes]:
@@ -61,7 +63,7 @@ def exchange(tmp_path: Path) -> None:
     for name, content in results.items():
         (there / "new").write_bytes(content)
         (there / "new").rename(there / name)
-    incoming = Incoming(here)
+    incoming = Incoming(here, lambda what, text: None)
     for piece in pieces(host):
         incoming.feed(piece)
         if {*results} == {each.name for each in here.iterdir()}:
@@ -102,14 +104,16 @@ def test_more_hosts_than_there_may_be_files(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_folder_that_hosts_share(tmp_path: Path) -> None:
     """Stays as it is; it is known by a file in it, not by its name."""
-    (tmp_path / TOKEN).touch()
-    host = begin(tmp_path)
-    assert host.answer() == "shares"
+    folder = tmp_path / "there"
+    folder.mkdir()
+    (folder / TOKEN).touch()
+    host = begin(folder)
+    assert host.answer() == "ready"
     host.close_input()
     assert host.has_ended(60)
-    assert [each.name for each in tmp_path.iterdir()] == [TOKEN]
-    (tmp_path / TOKEN).unlink()
-    host = begin(tmp_path)
+    assert [each.name for each in folder.iterdir()] == [TOKEN]
+    (folder / TOKEN).unlink()
+    host = begin(folder)
     with pytest.raises(ConfigError, match=r"ringreduce\.run: there: .*: File exists; set TMPDIR"):
         host.answer()
     assert host.has_ended(60)
@@ -136,29 +140,33 @@ def test_a_launcher_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
 def test_only_results_come(tmp_path: Path, name: str) -> None:
     """A host writes no other file."""
     with pytest.raises(ValueError, match="is no result"):
-        Incoming(tmp_path).feed(f'{MARK}["file", ["{name}", 1]]\nx'.encode())
+        Incoming(tmp_path, lambda what, text: None).feed(f'{MARK}["file", ["{name}", 1]]\nx'.encode())
     assert [*tmp_path.iterdir()] == []
 
 
 def test_noise_of_shells_is_no_file(tmp_path: Path) -> None:
-    """Lines between files, as of a shell's greeting, do not count; a failure of the host does."""
-    incoming = Incoming(tmp_path)
+    """Lines between files, as of a shell's greeting, do not count; messages of ranks do."""
+    taken = []
+    incoming = Incoming(tmp_path, lambda what, text: taken.append((what, text)))
     incoming.feed(b"Welcome\n\n" + MARK.encode())
     incoming.feed(b'["file", ["0-0.result", 2]]\nab\nbye\n')
     assert (tmp_path / "0-0.result").read_bytes() == b"ab"
-    with pytest.raises(ValueError, match="disk full"):
-        incoming.feed(f'{MARK}["failed", "disk full"]\n'.encode())
+    incoming.feed(f'{MARK}["message", "f 0 n1 has come"]\n'.encode())
+    assert taken == [("message", "f 0 n1 has come")]
 
 
 # ---- the agent of a host ----
 
-AGENT = Errand("ringreduce run", sys.executable, "the Python of the agent", host_agent)
+
+def begin_agent(folder: Path) -> HostProcess:
+    """Start the agent of a host for a job that makes no call."""
+    return ERRAND.begin("there", {"folder": str(folder), "results": None}, start=None)
 
 
 def test_an_agent_passes_on_what_ranks_say(tmp_path: Path) -> None:
     """All that has come before it is asked, in order; it leaves nothing behind."""
     folder = tmp_path / "there"
-    agent = AGENT.begin("there", {"folder": str(folder)}, start=None)
+    agent = begin_agent(folder)
     assert agent.answer() == "ready"
     assert folder.stat().st_mode & 0o777 == 0o700
     Path(messages_in(str(folder))).write_text("f 0 n1 has come\nf 1 n1 has died\n")
@@ -180,7 +188,7 @@ def test_one_agent_of_a_host_reads_what_its_ranks_say(tmp_path: Path) -> None:
     """The others leave the FIFO alone: so does the launcher's own host, which has two names, say."""
     messages = RankMessages(tmp_path)
     messages.begin((), {"RINGREDUCE_FENCE": "f"})
-    agent = AGENT.begin("there", {"folder": str(tmp_path)}, start=None)
+    agent = begin_agent(tmp_path)
     assert agent.answer() == "ready"
     Path(messages_in(str(tmp_path))).write_text("f 0 n1 has come\n")
     agent.close_input()
@@ -192,7 +200,7 @@ def test_one_agent_of_a_host_reads_what_its_ranks_say(tmp_path: Path) -> None:
 def test_an_agent_takes_no_folder_that_others_may_write_to(tmp_path: Path) -> None:
     """Its host is named, with the remedy."""
     tmp_path.chmod(0o777)
-    agent = AGENT.begin("there", {"folder": str(tmp_path)}, start=None)
+    agent = begin_agent(tmp_path)
     with pytest.raises(HostRefusedError, match=r"there: .* of this user's alone; set TMPDIR"):
         agent.answer()
     assert agent.has_ended(60)
