@@ -198,7 +198,8 @@ class Agents:
             with suppress(ConfigError) if self._results is None else nullcontext():
                 begun.append(self._errand.begin(name, self._request, self._start))
         deadline = time.monotonic() + (_ANSWER_S if self._results is None else _CALL_S)
-        wanting = [process for process in begun if self._answer_of(process, deadline) == "wants"]
+        answers = {process: self._answer_of(process, deadline) for process in begun}
+        wanting = [process for process, answer in answers.items() if answer == "wants"]
         if wanting and self._results is not None:
             stream = ToAll(self._errand, wanting)
             with (self._results / host_agent.CALL).open("rb") as file:
@@ -207,10 +208,14 @@ class Agents:
             stream.flush()
             for process in wanting:
                 self._answer_of(process, deadline)
-        return self._agents.keys() >= {*names}
+        # No rank comes to a host whose logins hang, so nothing of it is missed.
+        hanging = {process.name for process, answer in answers.items() if answer == "hangs"}
+        return self._agents.keys() | hanging >= {*names}
 
     def _answer_of(self, process: HostProcess, deadline: float) -> str:
         """Return what a new agent answers; hear it from then on if it is ready.
+
+        ``"hangs"``: it does not answer; empty: it cannot.
 
         Raises:
             ConfigError: it does not answer, and its host is to have a call.
@@ -218,13 +223,15 @@ class Agents:
         try:
             answer = process.answer(max(deadline - time.monotonic(), 0.1))
         except ConfigError as error:
+            answer = "hangs" if process.hangs else ""
             process.kill()
             process.has_ended(_ANSWER_S)
             if self._results is not None:
                 raise
             if isinstance(error, HostRefusedError):  # where a host is not reached, mpirun says why
                 say(f"{error}; until then nothing is heard of commits and deaths there")
-            return ""
+                return ""
+            return answer
         if answer == "ready":
             agent = self._agents[process.name] = _Agent(process)
             name = f"ringreduce hears {process.name}"

@@ -203,6 +203,11 @@ class HostProcess:
             return f"{self.name} has no {python}, {self._errand.python_is}; install it there ({said})"
         return f"{self.name} cannot be reached, or has ended, with status {self._process.returncode}: {said}"
 
+    @property
+    def hangs(self) -> bool:
+        """Whether it runs on, though it has not answered."""
+        return self._process.poll() is None
+
     def close_input(self) -> None:
         """Have it do what is left to do, and end."""
         with suppress(OSError):
