@@ -23,9 +23,11 @@ trap "agreed=1" WINCH
 export RINGREDUCE_SHELL=$$
 
 # The launcher, or its agent on this host, reads messages from this FIFO. Opened for reading, too, it does not wait for them.
-messages=${_RINGREDUCE_MESSAGES:-$RINGREDUCE_MESSAGES}/$(readlink /proc/self/ns/net)
-who="$RINGREDUCE_FENCE $OMPI_COMM_WORLD_RANK ${PMIX_HOSTNAME:-$(uname -n)}"
-say() { [ ! -p "$messages" ] || echo "$who $1" 1<>"$messages"; }
+# Before the rank there is no other child of this shell, which the launcher could take for it.
+say() {
+    messages=${_RINGREDUCE_MESSAGES:-$RINGREDUCE_MESSAGES}/$(readlink /proc/self/ns/net)
+    [ ! -p "$messages" ] || echo "$RINGREDUCE_FENCE $OMPI_COMM_WORLD_RANK ${PMIX_HOSTNAME:-$(uname -n)} $1" 1<>"$messages"
+}
 
 "$@"
 code=$?
