@@ -13,8 +13,8 @@ import griffe
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from ringreduce.common.config import Config  # noqa: E402
+from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS  # noqa: E402
 from ringreduce.training.options.local_options import LOCAL_OPTIONS  # noqa: E402
-from ringreduce.training.options.options import GRADIENT_OPTIONS  # noqa: E402
 
 _DECLARED = {"LOCAL_OPTIONS": LOCAL_OPTIONS, "GRADIENT_OPTIONS": GRADIENT_OPTIONS}
 
