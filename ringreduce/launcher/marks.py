@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import messages_in
 
 _LINE = re.compile(rb"(\S*) ([0-9]{1,9}) (\S{1,255}) ([a-z ]{1,20})")
@@ -85,13 +86,21 @@ class RankMessages:
 
     Attributes:
         folder: the argument.
+
+    Raises:
+        ConfigError: there can be no FIFO.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._fence = ""  # of the launch whose messages count: ranks of a former one may live on
         path = messages_in(str(folder))
-        os.mkfifo(path, 0o600)
+        try:
+            os.mkfifo(path, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a FIFO in {folder}: {error.strerror}; set TMPDIR to a local folder"
+            ) from None
         # Open for writing as well, so that the FIFO does not end when no rank has it open.
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # an agent on this host then leaves it alone

@@ -61,6 +61,12 @@ def test_messages_of_ranks_are_read(messages: RankMessages, lines: bytes, marks:
     assert messages.read() == []
 
 
+def test_a_folder_that_takes_no_fifo_is_refused(tmp_path: Path) -> None:
+    """As that of some file systems, with the remedy."""
+    with pytest.raises(ConfigError, match=r"cannot make a FIFO in .*; set TMPDIR to a local folder"):
+        RankMessages(tmp_path / "none")
+
+
 @pytest.mark.parametrize(
     ("program", "code", "ends"),
     [
