@@ -11,6 +11,7 @@ import math
 import os
 import re
 import secrets
+import select
 import subprocess
 import sys
 import threading
@@ -50,8 +51,6 @@ _ANSWER_S = 12.0
 #: How long a host may take to pass on the last messages of its ranks, and how long it may have said nothing before.
 _PASS_ON_S = 5.0
 _SILENT_S = 3.0
-
-
 #: A host that sends results may say nothing for so long at the end.
 _STALL_S = 60.0
 #: How long a host may take to answer that is to have the call of `ringreduce.run`.
@@ -304,7 +303,7 @@ class Agents:
     def _take(self, agent: _Agent, what: str, value: str) -> None:
         if what == "message":
             os.write(self._fifo, f"{value}\n".encode())
-        elif what == "lives":
+        elif what == "lives" and select.select([], [self._fifo], [], 0)[1]:  # nobody reads while no mpirun runs
             os.write(self._fifo, f"{HEARTBEAT.format(host=agent.process.name)}\n".encode())
         elif what == "passed on":
             with agent.changed:
