@@ -255,27 +255,28 @@ def messages_in(folder: str) -> str:
 
 def notify_launcher(what: str) -> None:
     """Tell `ringreduce run` what this rank does, in a few small letters; nothing, if no shell of that is over it."""
-    if launch().shell is not None:
+    if launch().shell is None:
+        return
+    try:
         _send_message(what)
+    except OSError as error:
+        _log.warning("cannot report to `ringreduce run` that this rank %s: %s", what, error)
 
 
 def report_begin() -> None:
-    """Tell `ringreduce run` that a rank looks for the others, or means to be alone."""
-    _send_message("has begun")
+    """Tell `ringreduce run`, if that hears this host, that a rank looks for the others, or means to be alone."""
+    with suppress(OSError):
+        _send_message("has begun")
 
 
 def _send_message(what: str) -> None:
     launched = launch()
     if launched.messages is None:
         return
-    line = f"{os.environ.get('RINGREDUCE_FENCE', '')} {launched.rank} {own_host()} {what}\n"
-    try:
-        # Opened for reading, too, and without waiting: a rank goes on where nobody reads.
-        descriptor = os.open(launched.messages, os.O_RDWR | os.O_NONBLOCK)
-        with open(descriptor, "wb", buffering=0) as fifo:
-            fifo.write(line.encode())
-    except OSError as error:
-        _log.warning("cannot report to `ringreduce run` that this rank %s: %s", what, error)
+    # Opened for reading, too, and without waiting: a rank goes on where nobody reads.
+    descriptor = os.open(launched.messages, os.O_RDWR | os.O_NONBLOCK)
+    with open(descriptor, "wb", buffering=0) as fifo:
+        fifo.write(f"{os.environ.get('RINGREDUCE_FENCE', '')} {launched.rank} {own_host()} {what}\n".encode())
 
 
 def renew_rank_variables(rank: int, size: int, local_rank: int, local_size: int) -> None:

@@ -183,6 +183,18 @@ def test_the_launcher_hears_whether_ranks_have_begun(messages: RankMessages, mon
     assert messages.read() == [Mark("has begun", 0, "n1")]
 
 
+def test_a_rank_that_the_launcher_does_not_hear_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a host without an agent: a warning says what is not heard, but for the beginning."""
+    monkeypatch.setenv("RINGREDUCE_MESSAGES", str(tmp_path))
+    report_begin()
+    assert caplog.text == ""
+    monkeypatch.setenv("RINGREDUCE_SHELL", str(os.getppid()))
+    notify_launcher("has a commit")
+    assert "cannot report to `ringreduce run` that this rank has a commit" in caplog.text
+
+
 def test_a_world_that_goes_on_renews_the_variables_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `ringreduce run` has set them; where rank 0 listens, nobody may listen any more."""
     for name, value in zip(TORCHS, ("3", "4", "3", "4", "h1", "20001"), strict=True):
