@@ -284,6 +284,7 @@ class Job:
         waiting.register(self._process.stderr, select.POLLIN)
         if self._messages is not None:
             waiting.register(self._messages, select.POLLIN)
+        written = time.monotonic()
         while True:
             has_ended = self.has_ended
             if self._look():
@@ -295,11 +296,12 @@ class Job:
                 chunk = self._process.stderr.read(_READ_NBYTES)
                 if not chunk:
                     break
+                written = time.monotonic()
                 self.written = (self.written + chunk)[-KEPT_NBYTES:]
                 self._show(self._tracebacks.feed(self._output.feed(chunk)))
-            elif not ready:
-                if has_ended:
-                    break
+            elif has_ended:
+                break
+            elif time.monotonic() - written >= self._look_again_s:  # messages come all the time
                 self._show(self._tracebacks.feed(self._output.idle()) + self._tracebacks.idle())
         self._show(self._tracebacks.feed(self._output.idle()) + self._tracebacks.rest())
         for mark in () if self._messages is None else self._messages.last():

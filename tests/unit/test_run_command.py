@@ -367,6 +367,15 @@ def test_an_mpirun_that_notices_no_end_is_killed(
     assert "takes no note of processes of its own that have ended: it hangs" in capfd.readouterr().err
 
 
+def test_a_job_ends_with_mpirun_whatever_holds_its_output(messages: RankMessages, tmp_path: Path) -> None:
+    """As an ssh that stays for later does; heartbeats of hosts come all the time meanwhile."""
+    beats = f'while :; do echo "- 0 h lives" >"{messages_in(str(messages.folder))}"; done'
+    try:
+        assert run_in_place_of_mpirun("sh", "-c", f"({beats}) & echo $! >{tmp_path}/pid", messages=messages) == 0
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("options", [[], ["-np", "1"], ["-x", "A=1"]])
 def test_one_rank_takes_no_mpirun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str]
