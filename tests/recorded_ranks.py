@@ -42,7 +42,6 @@ def snapshot(rank: int, size: int, second: float, *, began: float = 1000.0, **mo
         size=size,
         host=f"node{rank // 8}",
         pid=1000 + rank,
-        process_began=77.0,
         command=("python", "train.py", "--data", "/data/images"),
         began=began,
         time=now,

@@ -164,7 +164,7 @@ class Config:
         "a folder for the last calls of every rank, if a wait fails; see [Who was waited "
         "for](observe.md#who-was-waited-for)", may_differ=True)
     status: bool = setting("RINGREDUCE_STATUS", is_on, True,
-        "0: `ringreduce top` does not see the ranks, and no file is written for it; `[HOST:]PORT`: rank 0 serves [all "
+        "0: `ringreduce top` does not see the ranks; `[HOST:]PORT`: rank 0 serves [all "
         "of the job](observe.md#one-address-for-a-job) there, too", may_differ=True,
         moved={"token": "RINGREDUCE_STATUS_TOKEN_FILE"})
     status_address: tuple[str, int] | None = setting("RINGREDUCE_STATUS", address_unless_switch, None,

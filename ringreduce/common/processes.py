@@ -22,9 +22,10 @@ from typing import NamedTuple, TypeVar
 
 from ringreduce.common.launch import LAUNCHERS
 
+#: The name by which a rank announces itself to the processes that it starts.
+RANK = "ringreduce-rank"
 #: What starts ranks and stays with them until they end.
 _PROGRAMS = {name for each in LAUNCHERS for name in each.programs}
-_ANNOUNCED = "ringreduce-rank"
 _LOOK_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
@@ -93,35 +94,68 @@ def pid_namespace() -> str:
         return ""
 
 
-def announce(text: bytes) -> int | None:
-    """Let the descendants of this process read a text, for as long as it lives or until the returned file is closed.
+class Announcement:
+    """A text that other processes of this user can read, until it is closed or this process ends.
 
-    It is a file in memory that this process holds open, so it ends with the process, and it reaches descendants
-    whatever started them. None: a system without such files, where descendants find nothing.
+    It is a file in memory that this process holds open, so nothing remains of it however the process ends.
+
+    Args:
+        name: by which others look for it.
     """
-    try:
-        descriptor = os.memfd_create(_ANNOUNCED, os.MFD_CLOEXEC)
-    except (OSError, AttributeError):
-        return None
-    try:
-        os.write(descriptor, text)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._descriptor: int | None = None
+        self._closed = False
+        self._lock = threading.RLock()  # a signal handler may close it in the midst of `replace`
+
+    def replace(self, text: bytes) -> None:
+        """Announce this text in place of the last one. Readers get one of the two, whole.
+
+        It does nothing on a system without such files.
+        """
+        try:
+            new = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        except (OSError, AttributeError):
+            return
+        try:
+            os.write(new, text)
+            with self._lock:
+                if self._closed:
+                    return
+                if self._descriptor is None:
+                    self._descriptor = os.dup(new)
+                else:
+                    os.dup2(new, self._descriptor, inheritable=False)
+        finally:
+            os.close(new)
+
+    def close(self) -> None:
+        """Announce nothing any more."""
+        with self._lock:
+            self._closed = True
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+
+def announced(pid: int, name: str) -> Iterator[bytes]:
+    """Yield what a process announces by this name; while that is replaced, also the new text, which may be cut off."""
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it has ended, or is somebody else's
+        for entry in entries:
+            with suppress(OSError):
+                if os.readlink(entry.path).startswith(f"/memfd:{name} "):
+                    with open(entry.path, "rb") as file:
+                        yield file.read()
 
 
 def rank_above() -> bytes | None:
-    """Return what the nearest ancestor has announced; None: none has, or a launcher came in between."""
+    """Return what the nearest ancestor that is a rank announces; None: there is none, or a launcher came in between."""
     for pid, name in ancestors():
         if name in _PROGRAMS:
             return None
-        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it has ended, or is somebody else's
-            for entry in entries:
-                with suppress(OSError):
-                    if os.readlink(entry.path).startswith(f"/memfd:{_ANNOUNCED}"):
-                        with open(entry.path, "rb") as file:
-                            return file.read()
+        for text in announced(pid, RANK):
+            return text
     return None
 
 

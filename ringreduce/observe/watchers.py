@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ringreduce.common.config import Config
-from ringreduce.common.errors import ConfigError, ForeignFileError
+from ringreduce.common.errors import ConfigError
 from ringreduce.common.instruments import Instruments
 from ringreduce.common.launch import STALLED, collectors, launch, notify_launcher
 from ringreduce.common.sealed_files import disk_keys
@@ -46,7 +46,6 @@ class Beginning:
         library: what carries them.
         metrics: returns what this rank's calls add up to.
         values: see `Observer.last_values`.
-        refuse: records that something was refused, and why.
         nodes: on how many hosts the ranks are.
         recoveries: how often the job has gone on without ranks that had failed.
         abort: ends the job with a status.
@@ -57,7 +56,6 @@ class Beginning:
     library: str
     metrics: Callable[[], Metrics]
     values: Callable[[bool], dict[int, dict[str, float]]] = lambda fails: {}
-    refuse: Callable[[str, BaseException], object] = lambda what, error: None
     nodes: int = 1
     recoveries: int = 0
     abort: Callable[[int], object] = os._exit
@@ -224,13 +222,7 @@ class Status(WorldWatcher):
                 name = "OTLP" if config.otlp else "WATCHDOG"
                 raise ConfigError(f"RINGREDUCE_{name} reads what ranks say of themselves; unset RINGREDUCE_STATUS=0")
             return False
-        try:
-            self._recorder.begin_status(self._job, world.metrics)
-        except (ConfigError, OSError) as error:
-            _log.info("`ringreduce top` does not see this rank: %s", error)
-            if isinstance(error, ForeignFileError):
-                world.refuse("status", error)
-            return False
+        self._recorder.begin_status(self._job, world.metrics)
         return True
 
     def tick(self) -> None:

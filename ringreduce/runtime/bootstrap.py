@@ -140,9 +140,9 @@ class ParentRank:
         rank, nodes, proof = json.loads(announced)
         return cls(rank, tuple(map(tuple, nodes)), proof)
 
-    def announce(self) -> int | None:
-        """Let processes that this one starts `find` it; see `processes.announce`."""
-        return processes.announce(json.dumps(astuple(self)).encode())
+    def to_json(self) -> bytes:
+        """Return the text that processes `find` which this one starts."""
+        return json.dumps(astuple(self)).encode()
 
 
 def connect(comm: MPI.Intracomm | Sequence[int] | None, settings: Config) -> Connection:

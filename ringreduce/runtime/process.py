@@ -78,7 +78,7 @@ class Process:
         self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
         self._entrance = ReentrancyGuard()  # no thread starts or ends a world in the midst of doing so
         self._starting = threading.Lock()  # one thread at a time
-        self._announcement: int | None = None  # to processes that this one starts: a file descriptor
+        self._announcement = processes.Announcement(processes.RANK)  # of a `ParentRank`
         self._forking: dict[int, processes.Forked] = {}  # by thread
         self._is_restartable = False  # whether the launcher starts the job again when there are other hosts
         self._shuts_down: int | None = None  # the process that ends its world when it ends
@@ -167,7 +167,7 @@ class Process:
             lifetime=lifetime,
             recoveries=self.recoveries,
         )
-        self._announce(ParentRank(world.rank, world.hosts.nodes))
+        self._announcement.replace(ParentRank(world.rank, world.hosts.nodes).to_json())
         return world
 
     def reconfigure(self, error: CollectiveError, priority: int) -> Recovery:
@@ -207,11 +207,6 @@ class Process:
         logs.set_up(settings.log_level, f"process {os.getpid()} of rank {parent.rank}")
         return World.of_parent(parent, self.everyone, settings)
 
-    def _announce(self, rank: ParentRank) -> None:
-        if self._announcement is not None:
-            os.close(self._announcement)
-        self._announcement = rank.announce()
-
     def _end_with(self, connection: Connection, lifetime: Lifetime) -> None:
         """Let the job end with this rank from now on, if there are others in it, and this rank with its launcher."""
         if not connection.who:
@@ -248,7 +243,7 @@ class Process:
                 own.close()
             finally:
                 own.lifetime.close()
-                self._announce(ParentRank())
+                self._announcement.replace(ParentRank().to_json())
 
     def _at_exit(self) -> None:
         if self.termination is None or self.termination.at_exit():

@@ -252,7 +252,6 @@ class OwnWorld(World):
                     library=world.communicator.library,
                     metrics=world.metrics,
                     values=world.observer.last_values,
-                    refuse=world.recording.refuse,
                     nodes=len(world.hosts.nodes),
                     recoveries=recoveries,
                     abort=connection.abort,

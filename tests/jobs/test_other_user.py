@@ -19,7 +19,6 @@ import pytest
 from launching import LIMIT_S, RINGREDUCE, job_environment
 
 from ringreduce.audit.chain import ChainedFile
-from ringreduce.common.config import runtime_folder
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import read_secret, write_secret
 from ringreduce.common.sealed_files import PLAIN
@@ -28,8 +27,8 @@ from ringreduce.launcher import unpack
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder
-from ringreduce.observe.out.serving import Answer, TextServer
-from ringreduce.observe.seen.recorder import FlightRecorder, folder
+from ringreduce.observe.out.serving import Answer, TextServer, token_folder
+from ringreduce.observe.seen.recorder import FlightRecorder
 from ringreduce.observe.seen.trace_file import TraceFile
 
 PYTHON = "/usr/bin/python3"  # that of the tests may lie where he cannot go
@@ -233,7 +232,6 @@ def test_a_job_that_runs(other: Other, place: Path) -> None:
         assert [each[:1] for each in ready] == [["ready"]] * 4, job.communicate()
         pids = family_of(job.pid)
         assert {int(each[1]) for each in ready} < set(pids)
-        assert (place / "ringreduce-0").is_dir()
         assert any((place / "commits").iterdir())
         mine = [str(each) for each in Path("/dev/shm").iterdir() if each not in before]
         assert mine
@@ -274,8 +272,8 @@ def prepares_commits(place: Path) -> None:
     CommitStore(place / "name", 3, lambda content, file: None, lambda file: None).prepare()
 
 
-def begins_status(place: Path) -> None:
-    assert folder() == runtime_folder()
+def makes_token(place: Path) -> None:
+    token_folder()
 
 
 def begins_trace(place: Path) -> None:
@@ -300,7 +298,7 @@ def takes_copy(place: Path) -> None:
 
 @pytest.mark.parametrize("target", ["folder", "file", "link to his", "link to ours"])
 @pytest.mark.parametrize(
-    "act", [prepares_commits, begins_status, begins_trace, appends_to_record, makes_key, reads_key, takes_copy]
+    "act", [prepares_commits, makes_token, begins_trace, appends_to_record, makes_key, reads_key, takes_copy]
 )
 def test_a_name_that_is_taken(
     other: Other, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, act: Callable[[Path], None], target: str
@@ -308,9 +306,9 @@ def test_a_name_that_is_taken(
     """Is refused, and nothing of ours gets there: neither to what is his, nor where his link leads."""
     monkeypatch.setattr("tempfile.tempdir", str(place))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    name = runtime_folder() if act is begins_status else place / "name"
+    name = place / (f"ringreduce-{os.geteuid()}" if act is makes_token else "name")
     ours = tmp_path / "ours"
-    if act in (prepares_commits, begins_status, takes_copy):
+    if act in (prepares_commits, makes_token, takes_copy):
         ours.mkdir(mode=0o700)
     else:
         ours.write_bytes(b"")

@@ -123,31 +123,6 @@ def test_a_mismatch_shows_the_lines_of_the_program(run_job):
 
 
 @pytest.mark.parametrize(
-    "ending", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGTERM)", "raise ValueError('the reason')"]
-)
-def test_a_rank_that_ends_leaves_no_file_for_top(run_job, tmp_path: Path, ending: str):
-    """Also where no other job follows, which would remove it."""
-    job = run_job(
-        2,
-        source=f"""
-        import os, signal, sys
-        import ringreduce as rr
-        from ringreduce import runtime
-        rr.init()
-        if rr.rank() == 1:
-            runtime._process.own().observer.recorder.write_status()
-            print(len(os.listdir(os.environ["XDG_RUNTIME_DIR"] + "/ringreduce")), flush=True)
-            {ending}
-        rr.barrier()
-        """,
-        XDG_RUNTIME_DIR=str(tmp_path),
-    )
-    assert job.returncode != 0
-    assert int(job.stdout) >= 1
-    assert [*tmp_path.glob("ringreduce/*.1.json")] == []
-
-
-@pytest.mark.parametrize(
     ("ending", "code"),
     [
         ("try: sys.exit(3)\nexcept SystemExit: raise", 3),

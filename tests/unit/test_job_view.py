@@ -23,7 +23,7 @@ from ringreduce.observe.job.job_view import JobView, last_values, rows
 from ringreduce.observe.out.job_page import job_page
 from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
 from ringreduce.observe.seen.resources import DiskCounters, InterfaceCounters
-from ringreduce.observe.seen.snapshots import RateSample, ReportedValue, SlowRank, Snapshot
+from ringreduce.observe.seen.snapshots import VERSION, RateSample, ReportedValue, SlowRank, Snapshot
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -139,7 +139,7 @@ def test_a_snapshot_of_another_version_is_refused(caplog: pytest.LogCaptureFixtu
     assert [each.rank for each in ranks.gatherings[0].latest()] == [0]
     (record,) = caplog.records
     assert "rank 1" in record.getMessage()
-    assert "no snapshot of version 1, which this ringreduce reads, but 99" in record.getMessage()
+    assert f"no snapshot of version {VERSION}, which this ringreduce reads, but 99" in record.getMessage()
 
 
 def test_one_rank_needs_no_messages():

@@ -18,7 +18,6 @@ from ringreduce.common.keys import write_secret
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.common.sealed_files import disk_keys
 from ringreduce.elastic.commits import require_seen_by_all
-from ringreduce.observe.seen.recorder import folder as status_folder
 
 
 @pytest.fixture
@@ -99,11 +98,8 @@ def test_what_commands_refuse(
 def test_what_ranks_refuse_while_they_run(
     audit: Path, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trace in the place of somebody's file, a folder for commits, a checkpoint of no key, the folder of status."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    """A trace in the place of somebody's file, a folder for commits, a checkpoint of no key."""
     monkeypatch.setenv("RINGREDUCE_DISK_KEY_FILE", str(key_file))
-    monkeypatch.setenv("RINGREDUCE_STATUS", "1")
-    status_folder().chmod(0o755)
     rr.init()
     (tmp_path / "trace.json").write_text("a letter")
     with pytest.raises(rr.ForeignFileError):
@@ -112,7 +108,6 @@ def test_what_ranks_refuse_while_they_run(
     (tmp_path / "commits").chmod(0o777)
     with pytest.raises(rr.ConfigError, match="chmod go-w"):
         require_seen_by_all(str(tmp_path / "commits"))
-    expected = ["status", "start_timeline", "keep_on_disk"]
     torch = pytest.importorskip("torch")
     from ringreduce.torch import load_checkpoint
 
@@ -120,7 +115,7 @@ def test_what_ranks_refuse_while_they_run(
     for _ in range(2):  # of what is refused again there is one line
         with pytest.raises(rr.ConfigError, match="it is not sealed"):
             load_checkpoint(tmp_path / "checkpoint", model=torch.nn.Linear(1, 1))
-    assert [what for what, _ in refused(audit)] == [*expected, "load_checkpoint"]
+    assert [what for what, _ in refused(audit)] == ["start_timeline", "keep_on_disk", "load_checkpoint"]
 
 
 def test_failures_are_known_above() -> None:

@@ -25,7 +25,7 @@ from ringreduce.observe.job.job_view import JobView
 from ringreduce.observe.observer import Observer
 from ringreduce.observe.out.job_server import serve_job
 from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
-from ringreduce.observe.out.serving import Answer, TextServer, ask, job_token
+from ringreduce.observe.out.serving import Answer, TextServer, ask, job_token, token_folder
 from ringreduce.observe.seen.metrics import Metrics
 from ringreduce.observe.seen.recorder import FlightRecorder
 from ringreduce.observe.seen.step_clock import Spent, StepClock
@@ -303,3 +303,14 @@ def test_a_child_does_not_keep_the_port():
     finally:
         os.write(write, b"x")
         os.waitpid(child, 0)
+
+
+def test_a_folder_of_somebody_else_is_refused(place: Path):
+    """Nobody else may read the token, and no link leads elsewhere."""
+    place.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="not a folder of this user's alone"):
+        token_folder()
+    place.rmdir()
+    place.symlink_to(place.parent)
+    with pytest.raises(ConfigError, match="not a folder of this user's alone"):
+        token_folder()

@@ -7,9 +7,11 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +41,6 @@ def said(rank: int, **more: Any) -> Snapshot:
         size=3,
         host="node7",
         pid=os.getpid(),
-        process_began=processes.began(os.getpid()),
         command=("python", "train.py"),
         began=1000.0,
         time=1060.0,
@@ -52,10 +53,36 @@ def said(rank: int, **more: Any) -> Snapshot:
     return replace(told, **more)
 
 
-def write(place: Path, *told: Snapshot) -> None:
-    """Write what ranks say to where `ringreduce top` finds it."""
-    for each in told:
-        (place / f"{each.job}.{each.rank}.json").write_text(json.dumps(each.to_json()))
+#: Announces what it gets as a rank would, until it is ended.
+ANNOUNCES = """
+import json, os, sys, threading
+from ringreduce.common.processes import Announcement
+status = Announcement("ringreduce-status")
+status.replace(json.dumps({**json.loads(sys.argv[1]), "pid": os.getpid()}).encode())
+print(flush=True)
+threading.Event().wait()
+"""
+
+
+@contextmanager
+def announced(*told: Snapshot) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Let a process announce each of these."""
+    words = [[sys.executable, "-c", ANNOUNCES, json.dumps(each.to_json())] for each in told]
+    started = [subprocess.Popen(each, stdout=subprocess.PIPE) for each in words]
+    try:
+        for each in started:
+            assert each.stdout is not None
+            each.stdout.readline()
+        yield started
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+
+
+def seen(job: str) -> list[Snapshot]:
+    """Return what the ranks of a job announce; others of this user may run."""
+    return [each for each in recorder.read_all() if each.job == job]
 
 
 FIRST = RateSample(1060.0, 1, 2, 3.0)
@@ -121,81 +148,89 @@ def test_prometheus_gets_every_rank():
         assert f'{name}{"_total" * (name in ("steps", "samples"))}{{job="0123abcd",rank="0"}} {row[name]}\n' in text
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where ranks put what they say."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return recorder.folder()
+def top(*words: str) -> str:
+    return CliRunner().invoke(main, ["top", *words], standalone_mode=False, env={"COLUMNS": "120"}).output
 
 
-def test_the_command_shows_living_ranks_and_forgets_the_dead(place: Path):
-    """Those of the job that is asked for, as a table or as JSON; what is left of a killed rank is removed."""
-    write(place, said(0), said(1, error="PeerLostError: rank 2 is lost"), said(2, pid=2**30))
-    (place / "no.json").write_text("{")
-    shown = CliRunner().invoke(main, ["top", "--once"], standalone_mode=False, env={"COLUMNS": "120"})
-    assert "0123abcd: 3 ranks, 2 of them seen here, 60 s, python train.py" in shown.output
-    assert "PeerLostError: rank 2 is lost" in shown.output
-    assert not (place / "0123abcd.2.json").exists()
-    found = json.loads(CliRunner().invoke(main, ["top", "--json"], standalone_mode=False).output)
-    assert [each["rank"] for each in found] == [0, 1]
-    assert "node7" not in shown.output  # which all ranks share
-    write(place, said(1, host="node8"))
-    shown = CliRunner().invoke(main, ["top", "--once"], standalone_mode=False, env={"COLUMNS": "120"})
-    assert all(f"{host} " in shown.output for host in ("node7", "node8"))
-    other = CliRunner().invoke(main, ["top", "--once", "--job", "ffff"], standalone_mode=False)
-    assert "no job of this user whose name begins with ffff" in other.output
+def test_the_command_shows_living_ranks():
+    """Those of the job that is asked for, as a table or as JSON; a rank that is killed is shown no more."""
+    failed = said(1, error="PeerLostError: rank 2 is lost")
+    with announced(said(0), failed, said(2)) as ranks:
+        ranks[2].kill()
+        ranks[2].wait()
+        shown = top("--once", "--job", "0123")
+        assert "0123abcd: 3 ranks, 2 of them seen here, 60 s, python train.py" in shown
+        assert "PeerLostError: rank 2 is lost" in shown
+        assert "node7" not in shown  # which all ranks share
+        assert [each["rank"] for each in json.loads(top("--json", "--job", "0123"))] == [0, 1]
+        assert "no job of this user whose name begins with ffff" in top("--once", "--job", "ffff")
+    with announced(said(0), said(1, host="node8")):
+        shown = top("--once", "--job", "0123")
+        assert all(f"{host} " in shown for host in ("node7", "node8"))
 
 
-def test_a_rank_of_another_version_is_named_and_not_shown(place: Path, caplog: pytest.LogCaptureFixture):
+def test_a_rank_of_another_version_is_named_and_not_shown(caplog: pytest.LogCaptureFixture):
     """In one line; the other ranks are shown."""
-    write(place, said(0), said(1, version=99))
-    assert [each.rank for each in recorder.read_all()] == [0]
+    with announced(said(0), said(1, version=99)) as ranks:
+        assert [each.rank for each in seen("0123abcd")] == [0]
     (record,) = caplog.records
-    assert "0123abcd.1.json is not shown: it is no snapshot of version 1" in record.getMessage()
+    assert f"process {ranks[1].pid} is not shown: it is no snapshot of version" in record.getMessage()
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nobody else may read or write what ranks say, and no link leads elsewhere."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    (tmp_path / "ringreduce").mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match="not a folder of this user's alone"):
-        recorder.folder()
-    (tmp_path / "ringreduce").rmdir()
-    (tmp_path / "ringreduce").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="not a folder of this user's alone"):
-        recorder.folder()
-
-
-def test_the_file_of_a_rank_holds_its_last_samples(place: Path):
-    """It is for this user alone, and goes with the rank, as does its folder; killed ranks' go when rank 0 begins."""
-    write(place, said(1, job="killed", pid=2**30))
-    (place / "killed.1.1-1").write_text("half")
+def test_a_rank_announces_its_last_samples():
+    """They go with its world."""
     mine = FlightRecorder(0, 1, None, [])
-    mine.begin_status("j", lambda: Metrics.of([], []))
+    mine.begin_status("samples", lambda: Metrics.of([], []))
     for mine.steps in range(21):
         mine.write_status()
-    (found,) = recorder.read_all()
+    (found,) = seen("samples")
     assert [sample.steps for sample in found.samples] == list(range(10, 21))
-    assert (place / "j.0.json").stat().st_mode & 0o777 == 0o600
     mine.end_status()
-    assert not place.exists()
+    mine.write_status()
+    assert seen("samples") == []
 
 
-def test_files_that_a_killed_launcher_has_left_are_no_ranks(place: Path):
-    """A process of the same number is another one if it began later, and one that nobody has waited for has ended."""
-    mine = processes.began(os.getpid())
-    assert mine is not None
-    ended = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    for job, pid, began in (("other", os.getpid(), mine - 1), ("zombie", ended.pid, None), ("mine", os.getpid(), mine)):
-        write(place, said(0, job=job, pid=pid, process_began=began))
-    assert [each.job for each in recorder.read_all()] == ["mine"]
-    assert [each.name for each in place.iterdir()] == ["mine.0.json"]
-    ended.wait()
+def test_a_process_that_a_rank_has_forked_is_no_rank():
+    """It inherits what the rank announces, which remains until it has ended."""
+    mine = FlightRecorder(0, 1, None, [])
+    mine.begin_status("forks", lambda: Metrics.of([], []))
+    mine.write_status()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    mine.end_status()
+    assert seen("forks") == []
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)
 
 
-def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """Again and again, beside the program; its file goes with its world."""
+def test_a_text_is_read_whole_while_it_is_replaced():
+    """The last one or the next; and nothing that is announced after the end, in another thread."""
+    texts = [bytes([letter]) * 100_000 for letter in b"ab"]
+    mine, ends = processes.Announcement("ringreduce-test"), threading.Event()
+
+    def replace() -> None:
+        while not ends.is_set():
+            for text in texts:
+                mine.replace(text)
+
+    replacing = threading.Thread(target=replace)
+    replacing.start()
+    for _ in range(300):
+        found = [*processes.announced(os.getpid(), "ringreduce-test")]
+        assert not found or any(text in texts for text in found)
+    mine.close()
+    ends.set()
+    replacing.join()
+    assert [*processes.announced(os.getpid(), "ringreduce-test")] == []
+
+
+def test_a_rank_writes_until_it_ends(monkeypatch: pytest.MonkeyPatch):
+    """Again and again, beside the program, until its world ends."""
     written, count = threading.Event(), itertools.count()
 
     def metrics() -> Metrics:
@@ -204,18 +239,18 @@ def test_a_rank_writes_until_it_ends(place: Path, monkeypatch: pytest.MonkeyPatc
         return Metrics.of([], [])
 
     monkeypatch.setattr(observer, "_EVERY_S", 0.001)
-    observed = observer.Observer(0, 1, JobClock("j", 0.0), Config(), [], [])
+    observed = observer.Observer(0, 1, JobClock("writes", 0.0), Config(), [], [])
     observed.begin(
         Beginning(config=Config(), messages=MemoryWorld(1, 30.0).messages(0), library="none", metrics=metrics)
     )
     assert written.wait(30)
-    (found,) = recorder.read_all()
+    (found,) = seen("writes")
     assert len(found.samples) == 11
     observed.end()
-    assert not place.exists()
+    assert seen("writes") == []
 
 
-def test_a_port_that_is_taken_is_an_error(place: Path):
+def test_a_port_that_is_taken_is_an_error():
     """In one line, with what to do."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -408,11 +408,8 @@ def test_uses_of_hosts_are_those_of_the_time_of_steps() -> None:
     ]  # fmt: skip
 
 
-def test_what_comes_before_the_first_step_or_after_the_last_is_no_use(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_comes_before_the_first_step_or_after_the_last_is_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As garbage that is collected while libraries are imported, and page faults of an evaluation at the end."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     now = {"time": 0.0, "gc_pause_s": 0.0}
     monkeypatch.setattr(time, "time", lambda: now["time"])
     monkeypatch.setattr(Resources, "read", lambda self: Counters(gc_pause_s=now["gc_pause_s"]))

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import socketserver
+import stat
 import sys
 import threading
 import urllib.error
@@ -20,11 +21,11 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.config import runtime_folder
+from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import create_file
 from ringreduce.common.keys import require_private
 from ringreduce.common.settings import parse_address
-from ringreduce.observe.seen.recorder import folder
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _log = logging.getLogger(__name__)
@@ -225,6 +226,23 @@ def _place(error: BaseException) -> str:
     return "" if trace is None else f" (line {trace.tb_lineno} of {trace.tb_frame.f_code.co_filename})"
 
 
+def token_folder() -> Path:
+    """Return where the token of this user on this machine is; made if need be, for this user alone.
+
+    Raises:
+        ForeignFileError: somebody else has a folder of that name.
+    """
+    path = runtime_folder()
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ForeignFileError(
+            f"{path} is not a folder of this user's alone; remove it, or set XDG_RUNTIME_DIR or TMPDIR"
+        )
+    return path
+
+
 def job_token(path: str | None, *, make: bool) -> tuple[str, Path]:
     """Return the token of a file, and the file.
 
@@ -236,7 +254,7 @@ def job_token(path: str | None, *, make: bool) -> tuple[str, Path]:
         ConfigError: it cannot be read, others may read it, or it holds no token.
     """
     try:
-        where = Path(path) if path is not None else folder() / "status.token"
+        where = Path(path) if path is not None else token_folder() / "status.token"
         if make and not where.exists():
             new = where.with_name(f".{where.name}.{os.getpid()}")
             with create_file(new) as file:

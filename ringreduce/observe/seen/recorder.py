@@ -2,8 +2,8 @@
 
 The last calls and operations of every communicator are kept as they come (`Instruments`), at the cost of a list each.
 When something goes wrong, ranks write a snapshot with the stacks of their threads into a folder, ``rank-3.json``, for
-`ringreduce doctor --dump FOLDER` and for people. For `ringreduce top`, each rank has a file ``JOB.RANK.json`` in a
-folder of this user's (`folder`), on its machine, which is removed with the world.
+`ringreduce doctor --dump FOLDER` and for people. For `ringreduce top`, each rank announces one (`Announcement`), until
+its world ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import os
 import platform
 import signal
-import stat
 import sys
 import threading
 import time
@@ -24,14 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common import processes
 from ringreduce.common.call_sites import place_of
-from ringreduce.common.config import runtime_folder
-from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, ForeignFileError
+from ringreduce.common.errors import CollectiveTimeoutError, ConfigError
 from ringreduce.common.files import replace_file
+from ringreduce.common.processes import Announcement
 from ringreduce.common.sealed_files import PLAIN
 from ringreduce.observe.seen.activity import Activity, main_thread_place
 from ringreduce.observe.seen.metrics import Metrics
@@ -54,6 +52,8 @@ _log = logging.getLogger(__name__)
 
 #: How long ranks of a node have to write down what they do, before one that waited in vain ends them.
 _DUMPING_S = 0.5
+#: The name by which ranks announce their snapshots.
+_STATUS = "ringreduce-status"
 _REMEMBERED = 11  # samples, one a second, so that rates are those of ten seconds
 
 _numbers = itertools.count()
@@ -111,7 +111,7 @@ class FlightRecorder:
         self._folder = folder
         self._neighbours = neighbours
         self._dumped_s: float | None = None  # when it was last written down
-        self._status: Path | None = None  # the file for `ringreduce top`, of this process
+        self._status: Announcement | None = None  # for `ringreduce top`
         self._metrics: Callable[[], Metrics] | None = None
         self._pid = os.getpid()
         self._samples: deque[RateSample] = deque(maxlen=_REMEMBERED)
@@ -186,33 +186,27 @@ class FlightRecorder:
         path /= f"rank-{self._rank}.json"
         snapshot = replace(self.snapshot(brief=False), threads=_threads())
         said = json.dumps(snapshot.to_json(), indent=1).encode()
-        _write(path, lambda file: self.keys.write(file, path.name, lambda inner: inner.write(said)))
+        new = path.with_suffix(f".{os.getpid()}-{next(_numbers)}")  # a signal handler may write in the midst of this
+        write = lambda file: self.keys.write(file, path.name, lambda inner: inner.write(said))  # noqa: E731
+        replace_file(path, write, new=new, durable=False)
         return path
 
     def begin_status(self, job: str, metrics: Callable[[], Metrics]) -> None:
-        """Have a file for `ringreduce top` from now on. Rank 0 first removes those of ranks that were killed.
+        """Announce what this rank does from now on, each time that `write_status` is called.
 
         Args:
             job: which.
             metrics: returns what this rank's calls add up to.
-
-        Raises:
-            ConfigError, OSError: there is no folder for it.
         """
         self._stepped = time.time()
         self._job = job
         self._began = self._stepped
-        self._process_began = processes.began(self._pid)  # or another of its number would seem to be this one
         self._metrics = metrics
         self._resources.begin()
-        path = folder() / f"{job}.{self._rank}.json"
-        if self._rank == 0:
-            for _ in _living():
-                pass
-        self._status = path
+        self._status = Announcement(_STATUS)
 
     def write_status(self) -> Snapshot | None:
-        """Return what this rank does now, and write it if it has a file; None: `begin_status` was not called."""
+        """Return what this rank does now, and announce it; None: `begin_status` was not called."""
         metrics = self._metrics
         if metrics is None:
             return None
@@ -235,7 +229,6 @@ class FlightRecorder:
             job=self._job,
             command=tuple(sys.orig_argv),
             began=self._began,
-            process_began=self._process_began,
             stepped=self._stepped,
             samples=tuple(self._samples),
             resources=used.resources,
@@ -250,16 +243,8 @@ class FlightRecorder:
             place=main_thread_place(),
         )
         self.told = status
-        text = json.dumps(status.to_json()).encode()
-        if (path := self._status) is not None:
-            try:
-                _write(path, lambda file: file.write(text))
-            except FileNotFoundError:
-                if self._status is not None:
-                    folder()  # the last rank of another job has removed it
-                    _write(path, lambda file: file.write(text))
-            if self._status is None:  # it has ended meanwhile, in another thread or in a signal handler
-                _remove(path)
+        if (announcement := self._status) is not None:
+            announcement.replace(json.dumps(status.to_json()).encode())
         return status
 
     def _used(self) -> UsedResources:
@@ -273,13 +258,12 @@ class FlightRecorder:
         return sum(each.calls for kind in tallies for each in kind)
 
     def end_status(self) -> None:
-        """Remove the file, and write it no more; not in a process that was forked."""
-        path = self._status
+        """Announce nothing any more."""
+        if self._status is not None and os.getpid() == self._pid:
+            self._status.close()
         self._status = None
         self._resources.end()
         self._metrics = self.step_clock = None  # they keep the world alive, which has this
-        if path is not None and os.getpid() == self._pid:
-            _remove(path)
 
     def _failed(self, error: BaseException) -> None:
         """Take note that a call has failed for good, and write down what was done last, if that was asked for."""
@@ -305,72 +289,29 @@ class FlightRecorder:
         time.sleep(_DUMPING_S)
 
 
-def folder() -> Path:
-    """Return where the ranks of this user on this machine put their files; made if need be, for this user alone.
-
-    Raises:
-        ForeignFileError: somebody else has a folder of that name.
-    """
-    path = runtime_folder()
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ForeignFileError(
-            f"{path} is not a folder of this user's alone; remove it, or set XDG_RUNTIME_DIR or TMPDIR"
-        )
-    return path
-
-
-def _remove(path: Path) -> None:
-    """Remove the file of a rank, and the folder if it was the last one."""
-    path.unlink(missing_ok=True)
-    with suppress(OSError):  # others of this user have files there
-        path.parent.rmdir()
-
-
-def _living() -> Iterator[tuple[Path, Any]]:
-    """Yield the file of each living rank of this user on this machine, and its content; remove those of the others."""
-    for path in folder().glob("*.json"):
-        try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            now = processes.began(said["pid"])
-            is_alive = now is not None and said.get("process_began", now) == now
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # it was removed meanwhile, or is none of ours
-        if is_alive:
-            yield path, said
-        else:
-            for remains in folder().glob(f"{path.stem}.*"):
-                remains.unlink(missing_ok=True)
-
-
 def read_all() -> list[Snapshot]:
-    """Return what the living ranks of this user on this machine say, by job and rank.
-
-    Raises:
-        ConfigError: see `folder`.
-    """
+    """Return what the living ranks of this user on this machine announce, by job and rank."""
     ranks = []
-    for path, said in _living():
-        try:
-            ranks.append(Snapshot.from_json(said))
-        except ConfigError as error:
-            _log.error("%s is not shown: %s", path, error)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if folder.stat().st_uid == os.geteuid():
+                ranks += [*_announced(int(folder.name))][:1]
     began: dict[str, float] = {}
     for each in ranks:
         began[each.job] = min(each.began, began.get(each.job, each.began))
     return sorted(ranks, key=lambda each: (began[each.job], each.job, each.rank))
 
 
-def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file of this user's alone, which is whole at any time.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    new = path.with_suffix(f".{os.getpid()}-{next(_numbers)}")  # a signal handler may write in the midst of this
-    replace_file(path, write, new=new, durable=False)
+def _announced(pid: int) -> Iterator[Snapshot]:
+    for text in processes.announced(pid, _STATUS):
+        with suppress(ValueError):  # cut off, as it is being written
+            said = json.loads(text)
+            if said["pid"] != pid:
+                continue  # it is that of a rank which has forked this process
+            try:
+                yield Snapshot.from_json(said)
+            except ConfigError as error:
+                _log.error("process %d is not shown: %s", pid, error)
 
 
 def _calls(communicator: Communicator, brief: bool) -> tuple[SeenCall, ...]:

@@ -16,7 +16,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.observe.seen.resources import Counters
 from ringreduce.observe.seen.step_clock import SpentOnSteps
 
-VERSION = 1
+VERSION = 2
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class Snapshot:
         sets: what the rank is a member of. For `top`, each has its last call and the operation that waits longest.
         threads: in what is written down.
         job, command: the job is a word that its ranks share.
-        began, process_began: the world; the process, by the clock of `processes.began`.
+        began: when the world did.
         stepped: when the rank made its last step; else when it began.
         samples: those of the last ten seconds, the oldest first.
         resources: what was used until now.
@@ -144,7 +144,6 @@ class Snapshot:
     job: str = ""
     command: tuple[str, ...] = ()
     began: float = 0.0
-    process_began: float | None = None
     stepped: float = 0.0
     samples: tuple[RateSample, ...] = ()
     resources: Counters = field(default_factory=Counters)
