@@ -170,11 +170,11 @@ class Training(episodes.Training):
         self.dtype = torch.float64
         sparse = way in ("torch", "samples") and draw.chance(0.1)
         # What a plain training has besides; a deterministic sum has no wire format.
-        more = draw.choices(["wire format", "process set", "split updates", ""], [44, 32, 20, 4])[0]
+        more = draw.choices(["wire format", "process set", "split updates"], [38, 32, 30])[0]
         if sparse or way != "torch" or (more == "wire format" and os.environ.get("RINGREDUCE_DETERMINISTIC")):
             more = ""
         self.options: dict[str, Any] = {}
-        self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS, *["Muon"] * 6, *["Nested"] * 4])
+        self.make_name = draw.choice(_TAKE_SPARSE if sparse else [*OPTIMIZERS, *["Muon"] * 6, *["Nested"] * 7])
         width, self.groups, added = draw.choice([1, 5, 40]), draw.chance(0.3), 0
         if saved is not None:
             sparse, self.make_name, width, self.groups, added = False, *saved["made"]
