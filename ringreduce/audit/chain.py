@@ -4,8 +4,7 @@
 
 ``hash`` is the SHA-256 of the line without its last entry: of its bytes before ``, "hash"``, and a ``}``. ``before`` is
 the ``hash`` of the last whole line, and empty in the first one. ``line`` is the number of the line in the file. A
-process that is killed while it writes may leave half a line; the next one has ``cut``, the SHA-256 of all bytes between
-the last whole line and itself.
+process that is killed while it writes may leave half a line; ``cut`` in the next whole one says how many there are.
 
 With a secret, each line has a signature before its hash: the HMAC-SHA256 of the line without these two entries, of its
 bytes before ``, "signature"`` and a ``}``, by a key that is derived from the secret. As ``before`` is in it, it holds
@@ -32,9 +31,8 @@ from typing import Any, NamedTuple
 
 from ringreduce.common.keys import Secret
 
-_WHOLE = re.compile(rb'(\{.*), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
-_SIGNED = re.compile(rb'(\{.*), "signature": "([0-9a-f]{64})", "hash": "[0-9a-f]{64}"\}', re.DOTALL)
-_BEGIN = b'{"line": '
+#: All before the hash; of that, all before the signature; the signature; and the hash.
+_WHOLE = re.compile(rb'((\{.*?)(?:, "signature": "([0-9a-f]{64})")?), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
 _TYPES = {
     **dict.fromkeys(("before", "event", "world", "time", "host"), str),
     **dict.fromkeys(("line", "pid"), int),
@@ -59,11 +57,11 @@ class RecordLine(dict[str, Any]):
     """
 
     def __init__(self, text: bytes) -> None:
-        super().__init__(json.loads(text, object_pairs_hook=_each_once))
+        super().__init__(json.loads(text, object_pairs_hook=_unique))
         self.text = text
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("it has an entry twice")
@@ -74,9 +72,10 @@ class Examination(NamedTuple):
     """What an audit record holds.
 
     Attributes:
-        lines: the lines before the first wrong one that are whole, each with all its entries.
+        lines: the whole lines up to where the chain breaks, each with all its entries.
         cut: numbers of lines that were cut off, as a process was killed while it wrote.
-        wrong: number of the first wrong line: it is not as it was written, or not where. None: there is none.
+        wrong: number of the line at which the chain breaks: it is not whole, or does not follow the one before. None:
+            it does not break.
     """
 
     lines: list[RecordLine]
@@ -84,52 +83,40 @@ class Examination(NamedTuple):
     wrong: int | None = None
 
 
-def examine(data: bytes) -> Examination:
-    """Return what the bytes of an audit record say, and whether they are a chain."""
+def examine(data: bytes, *, from_begin: bool = True) -> Examination:
+    """Return what the bytes of an audit record say, and whether they are a chain.
+
+    Args:
+        data: the bytes; at least, they begin with a line.
+        from_begin: whether they begin with the first line of the record.
+    """
     lines: list[RecordLine] = []
     cut: list[int] = []
-    halves: list[bytes] = []  # since the last whole line
-    *texts, rest = data.split(b"\n")
-    for number, text in enumerate([*texts, rest] if rest else texts, 1):
+    number = 0
+    halves = 0  # since the last whole line
+    before = ""
+    for text in data.removesuffix(b"\n").split(b"\n") if data else ():
         line = _read(text)
-        if line is None and _is_half(text):
-            halves.append(text)
-        elif line is None or line.get("cut") != _digest_of(halves):
-            return Examination(lines, cut, number - len(halves))
-        elif (wrong := _misplaced(number, line, lines)) is not None:
-            return Examination([each for each in lines if each["line"] < wrong], [n for n in cut if n < wrong], wrong)
+        if line is not None and not lines and not from_begin:
+            number, before, halves = line["line"] - 1, line["before"], line.get("cut", 0)
+        number += 1
+        if line is None and _is_half(text, number, before):
+            halves += 1
+            cut.append(number)
+        elif line is None or (line["line"], line["before"], line.get("cut", 0)) != (number, before, halves):
+            return Examination(lines, cut, number - halves)
         else:
-            cut += range(number - len(halves), number)
-            halves.clear()
             lines.append(line)
-    end = len(texts) + bool(rest) - len(halves)
-    before = lines[-1]["hash"] if lines else ""
-    for number, text in enumerate(halves, end + 1):
-        begin = b'{"line": %d, "before": "%s", ' % (number, before.encode())
-        text = text.rstrip(b"\0")
-        if not rest or text[: len(begin)] != begin[: len(text)]:
-            return Examination(lines, cut, number)
-        cut.append(number)
-    return Examination(lines, cut)
-
-
-def _misplaced(number: int, line: RecordLine, lines: Sequence[RecordLine]) -> int | None:
-    """Return which line is the first wrong one, given the next line and the ones before it; None: it belongs there."""
-    last = lines[-1]["hash"] if lines else ""
-    before = line["before"]
-    if before == last:
-        return None if line["line"] == number else number
-    known = {"": 0, **{each["hash"]: each["line"] for each in lines}}
-    if line["hash"] not in known and before in known:
-        return int(known[before]) + 1  # what is between has been inserted
-    # Of two lines that have right numbers and do not fit, the first one was changed, and its hash with it.
-    return lines[-1]["line"] if lines and line["hash"] not in known and line["line"] == number else number
+            before = line["hash"]
+            halves = 0
+    ends_with_half = halves > 0 and data.endswith(b"\n")
+    return Examination(lines, cut, number - halves + 1 if ends_with_half else None)
 
 
 def _read(text: bytes) -> RecordLine | None:
     """Return what a line says; None: it is not as it was written."""
     parts = _WHOLE.fullmatch(text)
-    if parts is None or _digest(parts[1] + b"}") != parts[2].decode():
+    if parts is None or not _has_hash(parts):
         return None
     try:
         line = RecordLine(text)
@@ -138,32 +125,26 @@ def _read(text: bytes) -> RecordLine | None:
     return line if all(type(line.get(name)) is kind for name, kind in _TYPES.items()) else None
 
 
-def _is_half(text: bytes) -> bool:
-    """Return whether a line that is not whole may be what a process has left that was killed; else it was changed."""
-    text = text.rstrip(b"\0")  # which a machine leaves that stops
+def _is_half(text: bytes, number: int, before: str) -> bool:
+    """Return whether a text may be what a process has left that was killed while it wrote this line."""
+    begin = b'{"line": %d, "before": "%s", ' % (number, before.encode())
+    text = text.rstrip(b"\0")  # A machine that stops leaves zeros.
     parts = _WHOLE.match(text)
-    if parts and (parts.end() == len(text) or _digest(parts[1] + b"}") == parts[2].decode()):
-        return False
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return text[: len(_BEGIN)] == _BEGIN[: len(text)]
-    return False
+    return text[: len(begin)] == begin[: len(text)] and not (parts and _has_hash(parts))
+
+
+def _has_hash(parts: re.Match[bytes]) -> bool:
+    return _digest(parts[1] + b"}") == parts[4].decode()
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _digest_of(halves: Sequence[bytes]) -> str | None:
-    """Return the entry ``cut`` of a line after some halves; None: it has none, as there are no halves."""
-    return _digest(b"\n".join([*halves, b""])) if halves else None
-
-
 def is_signed(line: RecordLine, key: Secret) -> bool:
     """Return whether somebody who has a secret has written the bytes of a line, after all lines before it."""
-    parts = _SIGNED.fullmatch(line.text)
-    return parts is not None and hmac.compare_digest(_signature(parts[1] + b"}", key), parts[2])
+    parts = _WHOLE.fullmatch(line.text)
+    return parts is not None and hmac.compare_digest(_signature(parts[2] + b"}", key), parts[3] or b"")
 
 
 def _signature(body: bytes, key: Secret) -> bytes:
@@ -198,18 +179,20 @@ class ChainedFile:
 
         Raises:
             OSError: the file cannot be written or locked, is a link or no file, belongs to another user or others may
-                read or write it, its end was changed, or it has no line of that world, and so is another one.
+                read or write it, its last lines are no chain, or it has no line of that world, and so is another one.
         """
         with self._locked() as file:
-            said = set[str]()
+            recorded = set[str]()
             if new_in is not None:
                 texts = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")
-                said = {said_by(line) for text in texts if (line := _read(text)) and line["world"] == new_in}
-                if not said:
+                recorded = {_fact_text(line) for text in texts if (line := _read(text)) and line["world"] == new_in}
+                if not recorded:
                     raise FileNotFoundError("the record of rank 0 is not there")
-            for each in entries:
-                if not said or said_by(each) not in said:
-                    _append(file, each, self.key)
+            for entry in entries:
+                if not recorded or _fact_text(entry) not in recorded:
+                    _append(file, entry, self.key)
+                if recorded:
+                    recorded.add(_fact_text(entry))
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -218,8 +201,12 @@ class ChainedFile:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = os.open(self.path, flags, 0o600)
             try:
-                if complaint := _foreign(os.fstat(file)):
-                    raise PermissionError(f"{self.path} {complaint}")
+                status = os.fstat(file)
+                is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+                if not is_own or status.st_mode & 0o077:  # Who may read a file may lock it.
+                    raise PermissionError(
+                        f"{self.path} has to be a file of this user's alone (chmod 600), with one name"
+                    )
                 if not inside:
                     self._lock(file)
                     self._is_locked = True
@@ -245,27 +232,16 @@ class ChainedFile:
                 return
 
 
-def _foreign(status: os.stat_result) -> str:
-    """Return why a file is no record of this user's alone; empty if it is one."""
-    if not stat.S_ISREG(status.st_mode):
-        return "is a pipe or a device, and no file"
-    if status.st_uid != os.geteuid():
-        return f"belongs to user {status.st_uid}: name another file"
-    if status.st_nlink > 1:
-        return f"has {status.st_nlink} names (hard links): name another file"
-    # Who may read a file may lock it, and keep this process from writing.
-    return "can be read or written, and so locked, by other users: chmod 600" if status.st_mode & 0o077 else ""
-
-
 def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:
     while True:
         nbytes = os.fstat(file).st_size
-        number, before, halves, tail = _end_of(file, nbytes)
-        cut = {"cut": _digest_of(halves)} if halves else {}
+        number, before, halves = _end_of(file, nbytes)
+        cut = {"cut": halves} if halves else {}
         body = json.dumps({"line": number + 1, "before": before, **entry, **cut}, default=plain).encode()
         if key is not None:
             body = body[:-1] + b', "signature": "%s"}' % _signature(body, key)
-        data = tail + body[:-1] + f', "hash": "{_digest(body)}"}}\n'.encode()
+        line_end = b"\n" if nbytes and os.pread(file, 1, nbytes - 1) != b"\n" else b""
+        data = line_end + body[:-1] + f', "hash": "{_digest(body)}"}}\n'.encode()
         if os.write(file, data) != len(data):
             raise OSError("a line was cut off, as the disk is full")
         end = os.lseek(file, 0, os.SEEK_CUR)
@@ -274,31 +250,24 @@ def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:
         os.ftruncate(file, end - len(data))  # a signal handler has appended before this line
 
 
-def _end_of(file: int, nbytes: int) -> tuple[int, str, list[bytes], bytes]:
-    """Return where a record ends.
-
-    Returns:
-        The number of its last line, the hash of the last whole one, the halves after that one, and what ends the last
-        line before another one begins.
-    """
+def _end_of(file: int, nbytes: int) -> tuple[int, str, int]:
+    """Return the number of the last line of a record, the hash of the last whole one, and how many halves follow it."""
     span = _TAIL_NBYTES
     while True:
         data = os.pread(file, span, max(nbytes - span, 0))
-        tail = b"\n" if data and not data.endswith(b"\n") else b""
-        texts = (data + tail).split(b"\n")[:-1]
-        halves: list[bytes] = []
-        for text in reversed(texts[1:] if span < nbytes else texts):  # the first one may have begun before
-            if (line := _read(text)) is not None:
-                return line["line"] + len(halves), line["hash"], halves[::-1], tail
-            if not _is_half(text):
-                raise OSError("its last line was changed, or it is no audit record; move it away")
-            halves.append(text)
-        if span >= nbytes:
-            return len(halves), "", halves[::-1], tail
+        is_tail = span < nbytes
+        found = examine(data.partition(b"\n")[2] if is_tail else data, from_begin=not is_tail)
+        if found.wrong is None and (found.lines or not is_tail):
+            break
+        if not is_tail:
+            raise OSError("its last lines were changed, or it is no audit record; move it away")
         span *= 16
+    number, before = (found.lines[-1]["line"], found.lines[-1]["hash"]) if found.lines else (0, "")
+    halves = sum(line > number for line in found.cut)
+    return number + halves, before, halves
 
 
-def said_by(line: Mapping[str, Any]) -> str:
+def _fact_text(line: Mapping[str, Any]) -> str:
     """Return what a line says, equal for all ranks that say it."""
     return json.dumps([line["event"], line["facts"]], sort_keys=True)
 

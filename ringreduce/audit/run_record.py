@@ -21,7 +21,7 @@ have), time (ISO 8601, UTC), ranks (a list), host, pid, facts. Events:
 
 Rank 0 appends its lines at once. Other ranks keep theirs until the next commit, in which rank 0 gets and appends them;
 what they have left at their end, those of rank 0's host append themselves. Of what several ranks say, there is one
-line, or a second one of a rank that ends before rank 0 has said it. Ranks exchange lines in no other call.
+line, of the first of them that says it. Ranks exchange lines in no other call.
 
 A world without an end was cut off: by SIGKILL, or with its machine. After the death of rank 0 the new one appends to
 the same path, on its machine; so does a job that is started again.
@@ -43,7 +43,7 @@ from dataclasses import fields
 from datetime import datetime, timezone
 from typing import Any
 
-from ringreduce.audit.chain import ChainedFile, plain, said_by
+from ringreduce.audit.chain import ChainedFile, plain
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import ChangedMessageError, ConfigError, RingReduceError
 from ringreduce.common.instruments import mean_values
@@ -203,14 +203,8 @@ class AuditRecord:
             self._kept.popleft()
         if self._rank:
             return
-        merged: dict[str, dict[str, Any]] = {}
-        for rank, (entries, _) in enumerate(everyone):
-            for entry in entries:
-                ranks = merged.setdefault(said_by(entry), {**entry, "ranks": []})["ranks"]
-                if rank not in ranks:
-                    ranks.append(rank)
-        if merged:
-            self._append([*merged.values()], self._world)
+        if entries := [entry for kept_there, _ in everyone for entry in kept_there]:
+            self._append(entries, self._world)
         self._append_values({rank: said for rank, (_, said) in enumerate(everyone)})
 
     def _append_values(self, values: Mapping[int, Mapping[str, float]]) -> None:

@@ -76,7 +76,7 @@ def test_verify_says_whether_a_record_is_whole_and_what_it_cannot_know(path: Pat
     last = json.loads(lines[-1])["hash"]
     done = ringreduce("audit", "verify", path)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{path}: whole: 6 lines, of 1 run\n{path}: not known, as nothing is signed")
+    assert done.stdout.startswith(f"{path}: whole: 6 lines, of 1 run\n{path}: not known: ")
     assert f"--has {last}" in done.stdout
     done = ringreduce("audit", "verify", path, "--has", last)
     assert (done.exit_code, f"line 6 has the hash {last}" in done.stdout) == (0, True)
@@ -105,7 +105,7 @@ def test_verify_checks_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (done.exit_code, done.stderr) == (0, "")
     assert f"signed: each line, by the key {key.fingerprint}" in done.stdout
     assert ringreduce("audit", "verify", path).exit_code == 0
-    assert "without the key (--key FILE)" in ringreduce("audit", "verify", path).stdout
+    assert "--key FILE" in ringreduce("audit", "verify", path).stdout
     monkeypatch.setenv("RINGREDUCE_KEY_FILE", str(key_file))
     assert ringreduce("audit", "verify", path).stdout == done.stdout
 
@@ -115,13 +115,13 @@ def test_verify_checks_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_bytes(whole)
     AuditRecord(str(path), "another").append("begin", BEGIN)
     continued = ringreduce("audit", "verify", path)
-    assert (continued.exit_code, f"line 4 is not signed by the key {key.fingerprint}:" in continued.stdout) == (1, True)
+    assert (continued.exit_code, f"line 4 is not signed by the key {key.fingerprint}" in continued.stdout) == (1, True)
     path.unlink()
     for event, facts in (("begin", BEGIN), ("end", {"error": None})):
         AuditRecord(str(path), "0123abcd").append(event, facts)
     anew = ringreduce("audit", "verify", path)
     assert anew.exit_code == 1
-    assert f"line 1 is not signed by the key {key.fingerprint} (and 1 more): who wrote it" in anew.stdout
+    assert f"line 1 is not signed by the key {key.fingerprint}" in anew.stdout
     path.write_bytes(b"")
     assert ringreduce("audit", "verify", path).exit_code == 1
     other = write_secret(tmp_path / "other")
@@ -156,17 +156,18 @@ def test_show_prints_a_run_as_people_read_it(path: Path) -> None:
     assert (done.exit_code, done.stderr) == (0, "")
     rows = [line.split(None, 1) for line in done.stdout.splitlines()]
     assert done.stdout.startswith("run 0123abcd, ")
-    said = {row[0]: row[1].strip() for row in rows[1:12]}
+    said = {row[0]: row[1].strip() for row in rows[1:10]}
     assert said["command"] == "/opt/venv/bin/python3 train.py --name 'a b'"
     assert said["ranks"] == "4 on one (ranks 0-1), two (ranks 2-3)"
-    assert said["allocation"] == "scheduler Slurm, job 77"
-    assert said["script"] == f"/home/a/train/src/train.py, sha256 {'e' * 64}"
-    assert said["repository"] == f"/home/a/train, commit {'c' * 40}, changed"
-    assert said["difference"] == f"sha256 {'d' * 64}"
-    assert said["untracked"] == '["new.py"]'
+    assert said["allocation"] == "scheduler=Slurm, job=77"
+    assert said["script"] == f"path=/home/a/train/src/train.py, sha256={'e' * 64}"
+    assert said["repository"] == (
+        f"path=/home/a/train, url=https://example.org/train.git, commit={'c' * 40}, clean=false, "
+        f'difference={"d" * 64}, untracked=["new.py"]'
+    )
     assert said["packages"] == f"2, sha256 {'f' * 64}"
     assert said["settings"] == "RINGREDUCE_TIMEOUT=30.0 RINGREDUCE_CHECK=100 RINGREDUCE_CHECK_DATA=0"
-    events = [row[1].strip().split(None, 1) for row in rows[12:]]
+    events = [row[1].strip().split(None, 1) for row in rows[10:]]
     assert [each[0] for each in events] == ["configuration", "data", "commit", "refused", "end"]
     assert events[0][1] == r'seed=7, name="a\u001b[31m"'
     assert events[3][1] == "rank 1: what=broadcast_object, error=too large"
@@ -191,16 +192,11 @@ def test_reproduce_prints_a_shell_program_and_what_cannot_be_had(path: Path) -> 
     ]
     said = [line for line in lines if line.startswith("#")]
     assert said[0].startswith("# run 0123abcd of ")
-    assert said[1:3] == [r'# configuration: seed 7, name "a\u001b[31m"', f"# data: train {'a' * 64}"]
-    lacks = [line.removeprefix("# cannot be had: ") for line in said[3:]]
-    begins = (
-        "changes that were not committed",
-        "files that git",
-        "packages that came from",
-        "the MPI library",
-        "the state",
-    )
-    assert all(lack.startswith(begin) for lack, begin in zip(lacks, begins, strict=True))
+    assert said[1:] == [
+        r'# configuration: seed=7, name="a\u001b[31m"',
+        f"# data: train={'a' * 64}",
+        f'# cannot be had: difference={"d" * 64}, untracked=["new.py"], packages=["mine==0.1"]',
+    ]
     done = ringreduce("reproduce", path, "--world", "ffff")
     assert (done.exit_code, done.stderr) == (2, "Error: the record has no run whose token begins with 'ffff'\n")
 
