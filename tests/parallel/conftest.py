@@ -277,6 +277,12 @@ def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]
     nodes_of(request.param)
 
 
+@pytest.fixture(params=[None, 1, 2], ids=["one node", "nodes of one", "nodes of two"])
+def any_nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
+    """The same, and of nodes of two ranks."""
+    nodes_of(request.param)
+
+
 @pytest.fixture
 def nodes_in_order(begin_world: Callable[..., None]) -> None:
     """A world in which every rank is a node, and reductions add in the order of ranks."""

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,15 @@ import ringreduce as rr
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
+from torch_models import Model, Optimizer, assert_equal_on_ranks, mlp, weights  # noqa: E402
 
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.testing import caught  # noqa: E402
 
-Model = Any
-Optimizer = Any
+make_model = partial(mlp, 3, 2, 2, seed=2)
+
 
 several = pytest.mark.sizes(2, 3, 4)
-
-
-def mlp() -> Model:
-    torch.manual_seed(2)
-    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
 
 
 def sgd(model: Model) -> Optimizer:
@@ -40,19 +37,10 @@ def train(model: Model, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def weights(model: Model) -> Any:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def assert_equal_on_ranks(model: Model) -> None:
-    everyone = hvd.allgather(weights(model)[None])
-    assert all(each.equal(everyone[0]) for each in everyone)
-
-
 def assert_usable() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [rr.size()] * 2
     assert rr.allreduce(rr.rank()) == sum(range(rr.size()))
-    model = mlp()
+    model = make_model()
     train(model, hvd.DistributedOptimizer(sgd(model)))
     assert_equal_on_ranks(model)
 
@@ -110,7 +98,7 @@ WRONG: dict[str, tuple[Callable[[Model], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_arguments_of_the_optimizer_on_one_rank_are_refused_on_all(what: str) -> None:
     """The rank says what is wrong, the others hear it at once, and all train with the next one."""
-    model = mlp()
+    model = make_model()
     make, message = WRONG[what]
     refused(lambda options: hvd.DistributedOptimizer(**{"optimizer": sgd(model), **options}), make(model), {}, message)
 
@@ -118,7 +106,7 @@ def test_wrong_arguments_of_the_optimizer_on_one_rank_are_refused_on_all(what: s
 @several
 def test_a_group_that_cannot_be_added_on_one_rank_is_added_on_none() -> None:
     """All raise, keep the groups that they had, and go on."""
-    model, more = mlp(), torch.nn.Parameter(torch.ones(2))
+    model, more = make_model(), torch.nn.Parameter(torch.ones(2))
     optimizer = hvd.DistributedOptimizer(sgd(model))
     group = {"params": [model[0].weight if rr.rank() == 0 else more]}
     with pytest.raises(ValueError, match="more than one parameter group") as raised:
@@ -133,7 +121,7 @@ def test_a_group_that_cannot_be_added_on_one_rank_is_added_on_none() -> None:
 
 def test_names_may_come_from_a_model_or_a_dict() -> None:
     """Either says what the parameters are called."""
-    model = mlp()
+    model = make_model()
     for named in (model, dict(model.named_parameters())):
         optimizer = hvd.DistributedOptimizer(sgd(model), named)
         assert list(optimizer._parameter_names.values()) == [name for name, _ in model.named_parameters()]
@@ -141,7 +129,7 @@ def test_names_may_come_from_a_model_or_a_dict() -> None:
 
 def test_numbers_of_any_library_are_numbers() -> None:
     """Arguments that were computed with NumPy or torch count; None stands for what a call without them does."""
-    model = mlp()
+    model = make_model()
     optimizer = hvd.DistributedOptimizer(
         sgd(model),
         backward_passes_per_step=torch.tensor(2),
@@ -176,7 +164,7 @@ def test_gradients_of_sparse_adam_stay_sparse(sparse_as_dense: bool) -> None:
 
 def test_what_holds_an_optimizer_and_is_pickled_is_told_how() -> None:
     """The error says what to put in the place of the optimizer, and that works."""
-    trainer = {"optimizer": hvd.DistributedOptimizer(sgd(mlp()))}
+    trainer = {"optimizer": hvd.DistributedOptimizer(sgd(make_model()))}
     with pytest.raises(TypeError, match=r"pickled while `wrapped` is in its place"):
         pickle.dumps(trainer)
     pickle.dumps({"optimizer": trainer["optimizer"].wrapped})
@@ -197,7 +185,7 @@ def some() -> Iterator[rr.ProcessSet]:
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=str)
 def test_ranks_outside_a_process_set_train_alone(some: rr.ProcessSet, op: Any) -> None:
     """A script wraps and broadcasts on all ranks; those outside the set do what the optimizer does by itself."""
-    model, alone = mlp(), mlp()
+    model, alone = make_model(), make_model()
     with torch.no_grad():
         model[0].weight.add_(rr.rank())
         alone[0].weight.add_(rr.rank())
@@ -229,7 +217,7 @@ def test_ranks_outside_a_process_set_train_alone(some: rr.ProcessSet, op: Any) -
 def test_the_root_must_belong_to_the_set_on_all_ranks(some: rr.ProcessSet) -> None:
     """Ranks outside the set, for which nothing is done, notice the mistake, too."""
     with pytest.raises(rr.ConfigError, match=f"rank {rr.size() - 1} does not belong"):
-        hvd.broadcast_parameters(mlp(), root_rank=rr.size() - 1, process_set=some)
+        hvd.broadcast_parameters(make_model(), root_rank=rr.size() - 1, process_set=some)
 
 
 @several
@@ -238,7 +226,7 @@ def test_outsiders_follow_when_worlds_change(no_world: None) -> None:
     rr.init()
     some = hvd.ProcessSet(range(rr.size() - 1))
     hvd.add_process_set(some)
-    model = mlp()
+    model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(model), process_set=some)
     train(model, optimizer)
     hvd.shutdown()
@@ -270,8 +258,13 @@ def test_sets_that_are_none_on_one_rank(add: Callable[[Any], Any], message: str)
 COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any, Any, str]] = {
     "root": (lambda root: hvd.broadcast(torch.ones(2), root), 0.0, 0, "root must be a whole number, got 0.0"),
     "root in place": (lambda root: hvd.broadcast_(torch.ones(2), root), "0", 0, "root must be a whole number, got '0'"),
-    "root of parameters": (lambda root: hvd.broadcast_parameters(mlp(), root), 0.5, 0, "whole number, got 0.5"),
-    "root of state": (lambda root: hvd.broadcast_optimizer_state(sgd(mlp()), root), None, 0, "whole number, got None"),
+    "root of parameters": (lambda root: hvd.broadcast_parameters(make_model(), root), 0.5, 0, "whole number, got 0.5"),
+    "root of state": (
+        lambda root: hvd.broadcast_optimizer_state(sgd(make_model()), root),
+        None,
+        0,
+        "whole number, got None",
+    ),
     "root of object": (lambda root: hvd.broadcast_object(1, root), 0.0, 0, "whole number, got 0.0"),
     "process set": (
         lambda group: hvd.allreduce(torch.ones(2), process_set=group),
@@ -337,7 +330,12 @@ COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any, Any, str]] = {
         [torch.ones(1)],
         "of type SGD; use .*broadcast_optimizer_state",
     ),
-    "model as optimizer": (hvd.broadcast_optimizer_state, mlp(), sgd(mlp()), "Sequential; use broadcast_parameters"),
+    "model as optimizer": (
+        hvd.broadcast_optimizer_state,
+        make_model(),
+        sgd(make_model()),
+        "Sequential; use broadcast_parameters",
+    ),
     "tensor as group": (hvd.grouped_allreduce, torch.ones(2), [torch.ones(2)], r"a group is a list .*pass \[tensor\]"),
 }
 
@@ -481,7 +479,7 @@ def test_sharded_parameters_are_refused(mesh: Any) -> None:
     """Parameters of FSDP are reduced by FSDP; the error says so, and how to reduce shards."""
     from torch.distributed.fsdp import fully_shard
 
-    model = mlp()
+    model = make_model()
     fully_shard(model, mesh=mesh)
     with pytest.raises(
         rr.UnsupportedBufferError, match=r"parameter 0 is sharded \(DTensor\).*use the optimizer as it is"

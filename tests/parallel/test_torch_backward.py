@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +16,14 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
+from torch_models import assert_equal_on_ranks, mlp  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
+
+make_model = partial(mlp, 16, 33, 5, seed=1)
 
 STEPS = 8
 ROWS = 4  # for each rank
-
-
-def make_model() -> Any:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
 
 
 def batches() -> Iterator[tuple[Any, Any]]:
@@ -154,12 +154,6 @@ def train(loop: Loop, *, wrap: bool, **options: Any) -> list[Any]:
         )
     loop(model, optimizer, mine if wrap else (lambda tensor: tensor))
     return [parameter.detach() for parameter in model.parameters()]
-
-
-def assert_equal_on_ranks(weights: list[Any]) -> None:
-    flat = torch.cat([weight.flatten() for weight in weights])
-    everyone = hvd.allgather(flat[None])
-    assert all(torch.equal(each, everyone[0]) for each in everyone)
 
 
 LOOPS = [

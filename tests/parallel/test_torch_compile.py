@@ -12,6 +12,7 @@ import ringreduce as rr
 
 torch = pytest.importorskip("torch", "2.7")
 import torch._dynamo as dynamo  # noqa: E402
+from torch_models import Model, Optimizer, weights  # noqa: E402
 
 import ringreduce.torch as hvd  # noqa: E402
 
@@ -21,8 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
-Model = Any
-Optimizer = Any
 Function = Callable[..., Any]
 
 WARM, STEPS = 4, 7  # optimizers begin to have state, gradients to be in buckets, buckets to be reduced early
@@ -81,10 +80,6 @@ def loss(model: Model, inputs: Any) -> Any:
 
 def batch(step: int) -> Any:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rr.rank()))
-
-
-def weights(model: Model) -> Any:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def whole_step(compiler: Function, model: Model, optimizer: Optimizer, step: Function | None = None) -> Function:

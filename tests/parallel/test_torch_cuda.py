@@ -15,6 +15,8 @@ from gpu_doubles.torch_streams import TorchStreams
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
+from torch_models import mlp  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
 from ringreduce.torch.tensors import streams  # noqa: E402
@@ -80,14 +82,9 @@ def test_operations(run: Callable[[], Tensors], monkeypatch: pytest.MonkeyPatch)
 # ---- the optimizer ----
 
 
-def make_model() -> Any:
-    torch.manual_seed(5)
-    return torch.nn.Sequential(torch.nn.Linear(7, 61), torch.nn.Tanh(), torch.nn.Linear(61, 3))
-
-
 def train(scaled: bool = False, **options: Any) -> Tensors:
     """Train on this rank's batches; return the weights. With ``scaled``, the last rank overflows in the third step."""
-    model, places = make_model(), set()
+    model, places = mlp(7, 61, 3, seed=5), set()
     wrapped = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sgd = hvd.DistributedOptimizer(wrapped, named_parameters=model.named_parameters(), bucket_nbytes=1024, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)

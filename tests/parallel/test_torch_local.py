@@ -13,18 +13,13 @@ import pytest
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
+from torch_models import Model, Optimizer, mlp, same_on_all_ranks, take_steps  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 
-Model = Any
-Optimizer = Any
+make_model = partial(mlp, 5, 7, 3)
 
 ETA = 0.05
-
-
-def mlp(dtype: Any = torch.float64) -> Model:
-    """Return a model of odd sizes, equal on all ranks."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).to(dtype)
 
 
 def loss_of(model: Model, rank: int, step: int) -> Any:
@@ -34,10 +29,7 @@ def loss_of(model: Model, rank: int, step: int) -> Any:
 
 
 def train(model: Model, optimizer: Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, rr.rank(), step).backward()
-        optimizer.step()
+    take_steps(model, optimizer, steps, lambda model, step: loss_of(model, rr.rank(), step))
 
 
 def momentum_sgd(parameters: Any) -> Optimizer:
@@ -53,11 +45,6 @@ def agreed_bits(optimizer: Optimizer) -> list[bytes]:
     return [saved[name].numpy().tobytes() for saved in averages for name in ("agreed", "momentum") if name in saved]
 
 
-def same_on_all_ranks(value: Any) -> bool:
-    everyone = hvd.allgather_object(value)
-    return all(each == everyone[0] for each in everyone)
-
-
 # ---- replicas, and phases ----
 
 
@@ -65,7 +52,7 @@ def same_on_all_ranks(value: Any) -> bool:
 def test_a_delay_in_which_nothing_is_learnt_changes_no_bit(world: rr.Communicator, options: dict[str, Any]):
     runs = []
     for delay in (0, 2):
-        model = mlp(torch.float32)
+        model = make_model()
         optimizer = hvd.DiLoCo(
             torch.optim.SGD(model.parameters(), lr=ETA), model, period=3, delay=delay, replica="rank", **options
         )
@@ -80,7 +67,7 @@ def test_a_delay_in_which_nothing_is_learnt_changes_no_bit(world: rr.Communicato
 @pytest.mark.parametrize("options", [{}, {"delay": 2}, {"fragments": 2}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
 def test_replicas_that_have_their_parameters_once(nodes_of_two: None, options: dict[str, Any]):
     """Bits as if each rank had its own; also when a run goes on from what it has saved."""
-    models = mlp(), mlp()
+    models = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
     for model, shard in zip(models, (None, "node"), strict=True):
         make = partial(hvd.DiLoCo, period=3, shard=shard, **options)
         optimizer = make(momentum_sgd(model.parameters()), model)
@@ -99,7 +86,7 @@ def test_replicas_that_have_their_parameters_once(nodes_of_two: None, options: d
 @pytest.mark.sizes(2, 4)
 def test_replicas_in_a_world_of_other_nodes(nodes_of_two: None, monkeypatch: pytest.MonkeyPatch):
     """Ranks that had parameters in common are nodes of their own then, each with what it has restored."""
-    models = mlp(), mlp()
+    models = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
     for model, shard in zip(models, (None, "node"), strict=True):
         monkeypatch.setenv("RINGREDUCE_NODE_SIZE", "2")
         hvd.shutdown()
@@ -152,7 +139,7 @@ def test_steps_belong_to_the_phase_that_was_loaded(
     """
 
     def make(steps: int) -> tuple[Model, Optimizer]:
-        model = mlp(torch.float32)
+        model = make_model()
         local = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=4, warmup_steps=3, replica="rank")
         train(model, local, range(steps))
         return model, local
@@ -218,7 +205,7 @@ def test_clipping_after_a_new_world_is_over_its_replicas(nodes_of_two: None, rep
 @pytest.mark.parametrize("wire", ["none", "bf16", "int4"])
 def test_agreed_bits_are_equal_in_every_precision(nodes_of_one: None, wire: str, dtype: str):
     """So are the weights, right after an exchange."""
-    model = mlp(getattr(torch, dtype))
+    model = make_model(dtype=getattr(torch, dtype))
     compression = getattr(hvd.Compression, wire)
     optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=3, fragments=2, compression=compression)
     for step in range(12):
@@ -451,7 +438,7 @@ def test_buffers_of_other_lengths_are_an_error_that_shows_them(world: rr.Communi
 
 def test_parameters_are_averaged_whether_or_not_they_have_gradients(world: rr.Communicator):
     """A layer that one rank alone uses moves on all; a frozen one stays."""
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     model[0].bias.requires_grad_(False)
     before = [each.detach().clone() for each in model.parameters()]
     optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=1.0), model, period=1, replica="rank")
@@ -485,7 +472,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(nodes_of_one: None, st
     """From what each rank has saved by itself, in another moment than the others; saving changes nothing."""
 
     def make() -> tuple[Model, Optimizer]:
-        model = mlp(torch.float32)
+        model = make_model()
         adam = torch.optim.Adam(model.parameters(), lr=ETA)
         return model, hvd.DiLoCo(adam, model, period=4, delay=1, warmup_steps=3)
 
@@ -516,7 +503,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(nodes_of_one: None, st
 @pytest.mark.parametrize("delay", [0, 1, 6])
 def test_a_run_goes_on_with_another_delay(world: rr.Communicator, delay: int):
     """The exchange that was under way ends before the next one of its parameters begins."""
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     options = {"period": 7, "replica": "rank", "outer_momentum": 0.0}
     optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, delay=3, **options)
     train(model, optimizer, range(9))
@@ -532,7 +519,7 @@ def test_a_run_goes_on_with_another_delay(world: rr.Communicator, delay: int):
 
 def test_ranks_go_on_from_the_state_of_one(world: rr.Communicator):
     """Who has only one rank's checkpoint broadcasts it, also in the middle of a period, with an exchange under way."""
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=4, delay=3, replica="rank")
     train(model, optimizer, range(6))
     checkpoint = hvd.broadcast_object((model.state_dict(), optimizer.state_dict()))
@@ -546,7 +533,7 @@ def test_ranks_go_on_from_the_state_of_one(world: rr.Communicator):
 
 def test_elastic_states_keep_it(world: rr.Communicator):
     """A restored state goes back to the exchange that was then; the ranks go on from their average."""
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     optimizer = hvd.DiLoCo(momentum_sgd(model.parameters()), model, period=3, replica="rank")
     state = hvd.elastic.TorchState(model, optimizer, step=0)
     state.sync()
@@ -575,7 +562,7 @@ def test_elastic_states_keep_it(world: rr.Communicator):
 
 def test_it_is_an_optimizer(world: rr.Communicator):
     """For schedulers, closures, hooks, and programs that ask what kind it is."""
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     inner = torch.optim.SGD(model.parameters(), lr=ETA)
     optimizer = hvd.DiLoCo(inner, model, period=3)
     assert isinstance(optimizer, torch.optim.SGD)
@@ -602,13 +589,13 @@ def test_it_is_an_optimizer(world: rr.Communicator):
 @pytest.mark.parametrize("replica", ["node", "rank"])
 def test_clipping_and_passes_that_add_up(world: rr.Communicator, replica: str):
     """The norm is that of the replica's gradients."""
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3, replica=replica)
     with optimizer.no_sync():
         loss_of(model, world.rank, 0).backward()
     loss_of(model, world.rank, 1).backward()
     norm = optimizer.clip_grad_norm_(0.01)
-    expected = mlp()
+    expected = make_model(dtype=torch.float64)
     ranks = range(world.size) if replica == "node" else [world.rank]
     (sum(loss_of(expected, rank, step) for rank in ranks for step in (0, 1)) / len(ranks)).backward()
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.01))
@@ -633,14 +620,14 @@ def test_clipping_and_passes_that_add_up(world: rr.Communicator, replica: str):
 )
 def test_wrong_arguments(world: rr.Communicator, options: dict[str, Any], complaint: str):
     """On all ranks, and training goes on with others."""
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     with pytest.raises(rr.ConfigError, match=complaint):
         hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, **options)
     train(model, hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=1), range(1))
 
 
 def test_what_cannot_be_wrapped(world: rr.Communicator):
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     with pytest.raises(rr.ConfigError, match="DiLoCo wraps an optimizer, and got a model"):
         hvd.DiLoCo(model)
     inner = torch.optim.SGD(model.parameters(), lr=ETA)
@@ -657,7 +644,7 @@ def test_what_cannot_be_wrapped(world: rr.Communicator):
 @pytest.mark.sizes(2, 3, 4)
 def test_other_weights_on_ranks_stay_as_they_are(world: rr.Communicator):
     """The error comes before the step, and training goes on once the weights are equal."""
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     with torch.no_grad():
         model[0].bias += world.rank
     optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), lr=ETA), model, replica="rank")
@@ -670,7 +657,7 @@ def test_other_weights_on_ranks_stay_as_they_are(world: rr.Communicator):
 
 
 def test_states_of_other_parameters_and_options(world: rr.Communicator):
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     other = torch.nn.Linear(5, 7)
     optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, period=3)
     train(model, optimizer, range(4))
@@ -690,7 +677,7 @@ def test_states_of_other_parameters_and_options(world: rr.Communicator):
 
 @pytest.mark.sizes(2, 3, 4)
 def test_a_scaler_of_gradients_is_refused(world: rr.Communicator):
-    model = mlp()
+    model = make_model(dtype=torch.float64)
     optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=ETA), model, replica="rank")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(loss_of(model, world.rank, 0)).backward()

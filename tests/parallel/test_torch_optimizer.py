@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ import pytest
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
+from torch_models import Model, Optimizer, assert_equal_on_ranks, mlp  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 
 ROWS = 4  # of each rank in a batch
 STEPS = 4
 
-Model = Any
-Optimizer = Any
+make_model = partial(mlp, 6, 5, 5, 3)
 #: How the warning begins; programs filter it by that.
 HOROVODS_WARNING = (
     r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\) context after optimizer\.synchronize\(\)"
@@ -39,11 +41,6 @@ def _double() -> Any:
     torch.manual_seed(1)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def mlp() -> Model:
-    layers = torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
-    return torch.nn.Sequential(*layers)
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -84,7 +81,7 @@ def distributed(make: Callable[[Any], Optimizer], model: Model, **options: Any) 
     return hvd.DistributedOptimizer(make(model.parameters()), named_parameters=model.named_parameters(), **options)
 
 
-def pair(build: Callable[[], Model] = mlp) -> tuple[Model, Model]:
+def pair(build: Callable[[], Model] = make_model) -> tuple[Model, Model]:
     """Two equal models: the one to train alone, and the one to train distributed."""
     model = build()
     return model, copy.deepcopy(model)
@@ -100,21 +97,15 @@ def me() -> list[int]:
 
 def assert_same(alone: Model, together: Model, tolerance: float = 1e-11) -> None:
     """The ranks' weights are equal bit by bit, and close to those of the process that trained alone."""
-    for (name, expected), actual in zip(alone.state_dict().items(), together.state_dict().values(), strict=True):
-        assert_equal_on_ranks(actual, name)
+    assert_equal_on_ranks(together.state_dict().values())
+    for expected, actual in zip(alone.state_dict().values(), together.state_dict().values(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def assert_equal_on_ranks(tensor: Any, name: str = "") -> None:
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    gathered = rr.allgather(bits[None])
-    assert (gathered == gathered[0]).all(), f"{name} differs between ranks"
 
 
 def compare(
     make: Callable[[Any], Optimizer],
     loss: Loss = squared_error,
-    build: Callable[[], Model] = mlp,
+    build: Callable[[], Model] = make_model,
     wrap: dict[str, Any] | None = None,
     tolerance: float = 1e-11,
     **options: Any,
@@ -199,7 +190,7 @@ def test_backward_with_a_graph_of_the_gradients() -> None:
         return sum(gradient.square().sum() for gradient in gradients)
 
     compare(sgd, twice)
-    model = mlp()
+    model = make_model()
     optimizer = distributed(sgd, model)
     for step in range(2):
         optimizer.zero_grad()
@@ -216,7 +207,7 @@ def test_backward_with_a_graph_of_the_gradients() -> None:
 
 def test_gradients_that_the_user_assigns_are_used() -> None:
     """``p.grad = tensor`` is a gradient like any other, in whatever layout it comes."""
-    model = mlp()
+    model = make_model()
     before = model[0].weight.detach().clone()
     optimizer = distributed(lambda parameters: torch.optim.SGD(parameters, lr=1.0), model, skip_unused=True)
     for _ in range(2):
@@ -475,7 +466,7 @@ def test_lbfgs_calls_the_closure_many_times(line_search: str | None) -> None:
 
 def test_a_closure_may_return_anything() -> None:
     """A loss that is a Python number is averaged as one; what is neither that nor a tensor is returned as it is."""
-    optimizer = distributed(sgd, mlp())
+    optimizer = distributed(sgd, make_model())
     assert optimizer.step(lambda: float(rr.rank())) == (rr.size() - 1) / 2
     assert optimizer.step(lambda: None) is None
     assert optimizer.step(lambda: {"loss": 1.0}) == {"loss": 1.0}
@@ -637,7 +628,7 @@ def test_state_dict_round_trip() -> None:
         train_step(together, many, me(), step)
         if step == 1:
             saved = copy.deepcopy((together.state_dict(), many.state_dict()))
-            together = mlp()
+            together = make_model()
             together.load_state_dict(saved[0])
             many = distributed(adamw, together)
             many.load_state_dict(saved[1])
@@ -654,7 +645,7 @@ def test_ranks_with_different_parameters_are_told_at_once() -> None:
         distributed(sgd, model)
     assert sorted(caught.value.values) == everyone()
     with pytest.raises(rr.MismatchError, match="missing"):
-        hvd.DistributedOptimizer(sgd(mlp().parameters() if rr.rank() else mlp()[:3].parameters()))
+        hvd.DistributedOptimizer(sgd(make_model().parameters() if rr.rank() else make_model()[:3].parameters()))
 
 
 @pytest.mark.spread
@@ -684,7 +675,7 @@ def test_ranks_with_different_options_are_told_at_once(options: Any, message: st
 
 def test_communication_time_is_counted(world: rr.Communicator) -> None:
     """The clock starts at zero and runs in collectives only."""
-    model = mlp()
+    model = make_model()
     optimizer = distributed(sgd, model)
     assert optimizer.communication_s == 0.0
     train_step(model, optimizer, me(), 0)

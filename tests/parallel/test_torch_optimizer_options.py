@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +11,11 @@ import pytest
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
+from torch_models import Model, assert_equal_on_ranks, mlp  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 
-Model = Any
-
-
-def mlp() -> Model:
-    torch.manual_seed(5)
-    return torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
+make_model = partial(mlp, 4, 7, 3, seed=5, dtype=torch.float64)
 
 
 def data(step: int) -> Any:
@@ -47,12 +45,6 @@ def train_together(model: Model, optimizer: Any, steps: int) -> None:
         optimizer.step()
 
 
-def assert_equal_on_ranks(model: Model) -> None:
-    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    everyone = hvd.allgather(flat[None])
-    assert all(each.equal(everyone[0]) for each in everyone)
-
-
 @pytest.mark.spread
 @pytest.mark.parametrize(
     ("options", "tolerance"),
@@ -69,7 +61,7 @@ def assert_equal_on_ranks(model: Model) -> None:
 )
 def test_options_that_change_how_gradients_travel(options: dict[str, Any], tolerance: float) -> None:
     """The ranks agree bit by bit, and with one process within what the format on the way can hold."""
-    alone = mlp()
+    alone = make_model()
     together = copy.deepcopy(alone)
     train_alone(alone, sgd(alone), 3)
     train_together(together, hvd.DistributedOptimizer(sgd(together), together.named_parameters(), **options), 3)
@@ -87,7 +79,7 @@ def test_groups_of_parameters_travel_in_one_piece() -> None:
         def collective_started(self, collective: str, algorithm: str, nbytes: int) -> None:
             self.calls += collective == "allreduce"
 
-    model = mlp()
+    model = make_model()
     groups = [[model[0].weight, model[2].bias]]
     optimizer = hvd.DistributedOptimizer(sgd(model), groups=groups, bucket_nbytes=1)
     mean_loss(model, data(0)[rr.rank()]).backward()
@@ -101,7 +93,7 @@ def test_groups_of_parameters_travel_in_one_piece() -> None:
 
 def test_wrong_options_are_refused() -> None:
     """On all ranks alike, and with the reason."""
-    model = mlp()
+    model = make_model()
     with pytest.raises(ValueError, match="part of averaging"):
         hvd.DistributedOptimizer(sgd(model), op=hvd.Sum, gradient_predivide_factor=2.0)
     with pytest.raises(ValueError, match="no parameter of the optimizer"):
@@ -140,7 +132,7 @@ def test_compressions_that_single_tensors_cannot_have_are_refused() -> None:
 
 def test_a_compression_of_ones_own() -> None:
     """Any class with the two methods will do."""
-    alone = mlp()
+    alone = make_model()
     together = copy.deepcopy(alone)
     train_alone(alone, sgd(alone), 2)
     train_together(together, hvd.DistributedOptimizer(sgd(together), compression=Doubling), 2)
@@ -150,7 +142,7 @@ def test_a_compression_of_ones_own() -> None:
 
 def test_adasum() -> None:
     """On equal data the step is that of one rank; on any data all ranks end with the same weights."""
-    alone = mlp()
+    alone = make_model()
     together = copy.deepcopy(alone)
     optimizer = hvd.DistributedOptimizer(sgd(together), op=hvd.Adasum)
     single = sgd(alone)
@@ -170,7 +162,7 @@ def test_adasum() -> None:
 @pytest.mark.parametrize("unscale", [False, True])
 def test_grad_scaler_needs_no_dance(unscale: bool) -> None:
     """An overflow on one rank makes all ranks skip the step and lower the scale; other steps are as in one process."""
-    alone = mlp()
+    alone = make_model()
     together = copy.deepcopy(alone)
     optimizer = hvd.DistributedOptimizer(sgd(together))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
@@ -254,7 +246,7 @@ def test_a_process_set_trains_by_itself() -> None:
     """Optimizers of two sets, each with its own model, do not wait for each other."""
     sets = [hvd.add_process_set([0]), hvd.add_process_set(range(1, rr.size()))]
     mine = sets[rr.rank() > 0]
-    model = mlp()
+    model = make_model()
     with torch.no_grad():
         model[0].weight.add_(float(rr.rank()))
     hvd.broadcast_parameters(model.state_dict(), root_rank=mine.ranks[0], process_set=mine)

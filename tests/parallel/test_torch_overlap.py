@@ -13,6 +13,8 @@ import ringreduce as rr
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
+from torch_models import assert_equal_on_ranks  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch.compression import Compression  # noqa: E402
 from ringreduce.training.gradients.buckets import LARGE_NBYTES  # noqa: E402
@@ -259,11 +261,6 @@ def test_overlap_makes_no_difference(steps: Callable[..., None], options: dict[s
     for mine, expected in zip(early, late, strict=True):
         assert torch.equal(mine, expected)
         assert_equal_on_ranks(mine)
-
-
-def assert_equal_on_ranks(tensor: Any) -> None:
-    gathered = hvd.allgather(tensor.reshape(1, -1))
-    assert torch.equal(gathered, gathered[:1].expand_as(gathered))
 
 
 def test_what_is_added_to_averages_is_averaged() -> None:

@@ -15,6 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch_models import assert_equal_on_ranks  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 
 pytestmark = pytest.mark.spread
@@ -110,8 +112,7 @@ def assert_right(weights: Iterable[Any], expected: Iterable[Any]) -> None:
     """Equal on all ranks, bit by bit, and near to what one process computes."""
     for mine, theirs in zip(weights, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
-        gathered = hvd.allgather(mine.reshape(1, -1))
-        assert torch.equal(gathered, gathered[:1].expand_as(gathered))
+        assert_equal_on_ranks(mine)
 
 
 PLAIN = Pass()

@@ -43,12 +43,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.fixture(params=[None, 1, 2])
-def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
-    """A world of one node, of nodes of one and of two ranks."""
-    nodes_of(request.param)
-
-
 def shards() -> list[str | None]:
     even = len(set(map(len, rr.world().topology.nodes))) == 1
     return [None, "node", *(["all"] if even else [])]
@@ -114,7 +108,7 @@ def divide_otherwise(parameters: list[Any], optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_are_added_in_a_new_world_before_its_first_step(nodes: None, name: str) -> None:
+def test_parameters_are_added_in_a_new_world_before_its_first_step(any_nodes: None, name: str) -> None:
     for shard in shards():
         weights = []
         for each, ends in ((None, False), (shard, True)):
@@ -135,7 +129,7 @@ def test_parameters_are_added_in_a_new_world_before_its_first_step(nodes: None, 
     "between", [restart, restart_twice, restart_and_save, restart_and_load, restart_and_broadcast, divide_otherwise]
 )
 def test_training_goes_on_as_without_an_end(
-    nodes: None, between: Callable[[list[Any], Optimizer], None], name: str
+    any_nodes: None, between: Callable[[list[Any], Optimizer], None], name: str
 ) -> None:
     """Weights and state are those of training in one world, without shards, to rounding."""
     plain, alone = made(name, None)
@@ -158,7 +152,7 @@ def test_training_goes_on_as_without_an_end(
 
 
 @pytest.mark.parametrize("shard", ["node", "all"])
-def test_what_is_written_between_worlds_counts_once(nodes: None, shard: str) -> None:
+def test_what_is_written_between_worlds_counts_once(any_nodes: None, shard: str) -> None:
     """Each rank has parameters of its own from the end of a world to the next step."""
     if shard not in shards():
         pytest.skip("needs nodes of equal size")

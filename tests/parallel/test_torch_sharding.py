@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import ringreduce as rr
 from ringreduce.training.strategies import parts
 
 torch = pytest.importorskip("torch")
+from torch_models import Model, Optimizer, mlp, take_steps  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 
 PRIVATE = MPI.COMM_WORLD.Dup()
 
-Model = Any
-Optimizer = Any
+make_model = partial(mlp, 13, 17, 17, 3)
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda given: torch.optim.SGD(given, lr=0.1),
@@ -76,13 +78,6 @@ WHOLE: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def mlp(dtype: Any = torch.float32) -> Model:
-    """Return a model of odd sizes, equal on all ranks."""
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(13, 17), torch.nn.Tanh(), torch.nn.Linear(17, 17), torch.nn.Tanh(), torch.nn.Linear(17, 3)
-    return torch.nn.Sequential(*layers).to(dtype)
-
-
 def convolutions() -> Model:
     torch.manual_seed(0)
     layers = torch.nn.Conv2d(3, 7, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(7 * 36, 5)
@@ -101,13 +96,6 @@ def loss_of(model: Model, step: int) -> Any:
 
 def wrap(model: Model, optimizer: Optimizer, shard: str | None, **options: Any) -> Optimizer:
     return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), shard=shard, **options)
-
-
-def train(optimizer: Optimizer, model: Model, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
 
 
 def tensors_of(model: Model, optimizer: Optimizer) -> Iterator[Any]:
@@ -152,16 +140,16 @@ def test_bits_of_optimizers_that_need_whole_parameters(name: str, bucket_nbytes:
     """Their state of any kind is complete on every rank, and goes on in another optimizer."""
 
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp()
+        model = make_model()
         optimizer = wrap(model, WHOLE[name](model), shard, bucket_nbytes=bucket_nbytes)
-        train(optimizer, model, range(4))
-        again = mlp()
+        take_steps(model, optimizer, range(4), loss_of)
+        again = make_model()
         again.load_state_dict(model.state_dict())
         other, state = wrap(again, WHOLE[name](again), shard), copy.deepcopy(optimizer.state_dict())
         other.load_state_dict(copy.deepcopy(state))  # torch's optimizers change tensors that they have loaded
-        train(other, again, range(4, 7))
+        take_steps(again, other, range(4, 7), loss_of)
         other.load_state_dict(state)
-        train(other, again, range(7, 9))
+        take_steps(again, other, range(7, 9), loss_of)
         assert_equal_state(optimizer.state_dict()["state"])
         return again, other
 
@@ -196,9 +184,9 @@ def assert_equal_state(state: dict[int, dict[str, Any]]) -> None:
 )
 def test_bits_of_dtypes_and_options(dtype: str, options: dict[str, Any]):
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp(getattr(torch, dtype))
+        model = make_model(dtype=getattr(torch, dtype))
         optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), shard, **options)
-        train(optimizer, model, range(5))
+        take_steps(model, optimizer, range(5), loss_of)
         return model, optimizer
 
     require_same(run)
@@ -234,7 +222,7 @@ def evaluate(model: Model, optimizer: Optimizer, step: int) -> None:
 def thaw(model: Model, optimizer: Optimizer, step: int) -> None:
     for parameter in model[2].parameters():
         parameter.requires_grad_(step >= 3)
-    train(optimizer, model, range(step, step + 1))
+    take_steps(model, optimizer, range(step, step + 1), loss_of)
 
 
 def use_some(model: Model, optimizer: Optimizer, step: int) -> None:
@@ -247,7 +235,7 @@ def use_some(model: Model, optimizer: Optimizer, step: int) -> None:
 
 def keep(model: Model, optimizer: Optimizer, step: int) -> None:
     """Hold gradients of earlier steps, on one rank."""
-    train(optimizer, model, range(step, step + 1))
+    take_steps(model, optimizer, range(step, step + 1), loss_of)
     if rr.rank() == 0:
         model.kept = [*getattr(model, "kept", ()), model[0].weight.grad]
 
@@ -256,7 +244,7 @@ def keep(model: Model, optimizer: Optimizer, step: int) -> None:
 @pytest.mark.parametrize("make_step", [accumulate, look, evaluate, thaw, use_some, keep])
 def test_bits_of_steps(make_step: Callable[[Model, Optimizer, int], None]):
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp()
+        model = make_model()
         optimizer = wrap(model, torch.optim.AdamW(model.parameters(), lr=0.01), shard)
         for step in range(6):
             make_step(model, optimizer, step)
@@ -270,7 +258,7 @@ def test_bits_of_steps(make_step: Callable[[Model, Optimizer, int], None]):
 @pytest.mark.parametrize("make", [OPTIMIZERS["adam"], OPTIMIZERS["sgd"], lambda given: torch.optim.Adafactor(given)])
 def test_clipped_gradients(make: Callable[[Any], Optimizer], norm_type: float):
     """The norm is that of all gradients, to rounding."""
-    models = mlp(torch.float64), mlp(torch.float64)
+    models = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
     one, other = (make(model.parameters()) for model in models)
     plain, sharded = wrap(models[0], one, None), wrap(models[1], other, "node")
     for step in range(4):
@@ -311,9 +299,9 @@ def test_norms_of_any_dtypes(dtypes: list[str], norm_type: float):
 
 
 def test_norms_that_are_not_finite_raise_on_all_ranks():
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "node")
-    train(optimizer, model, range(2))
+    take_steps(model, optimizer, range(2), loss_of)
     (loss_of(model, 2) * (float("inf") if rr.rank() == 0 else 1.0)).backward()
     with pytest.raises(RuntimeError, match="non-finite"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -323,12 +311,12 @@ def test_schedulers_of_the_wrapped_optimizer():
     """They were made before it was wrapped; a warning that they come before its steps would be an error."""
 
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp()
+        model = make_model()
         wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(wrapped, 2, 0.5)
         optimizer = wrap(model, wrapped, shard)
         for step in range(5):
-            train(optimizer, model, range(step, step + 1))
+            take_steps(model, optimizer, range(step, step + 1), loss_of)
             scheduler.step()
         return model, optimizer
 
@@ -337,7 +325,7 @@ def test_schedulers_of_the_wrapped_optimizer():
 
 def test_overflows_of_one_rank():
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp()
+        model = make_model()
         optimizer, scaler = wrap(model, torch.optim.Adam(model.parameters()), shard), torch.amp.GradScaler("cpu", 16.0)
         for step in range(5):
             optimizer.zero_grad()
@@ -352,12 +340,12 @@ def test_overflows_of_one_rank():
 
 def test_groups_that_are_added():
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp()
+        model = make_model()
         optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model[:2].parameters(), lr=0.01), shard=shard)
         for step in range(6):
             if step == 3:
                 optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.1})
-            train(optimizer, model, range(step, step + 1))
+            take_steps(model, optimizer, range(step, step + 1), loss_of)
         return model, optimizer
 
     require_same(run)
@@ -365,7 +353,7 @@ def test_groups_that_are_added():
 
 def test_parameters_that_are_numbers_and_tied():
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp()
+        model = make_model()
         model[2].bias = model[0].bias
         model.factor = torch.nn.Parameter(torch.tensor(1.5))
         optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), shard)
@@ -399,16 +387,16 @@ def test_used_optimizers_and_saved_states():
     """A state goes on where it was saved: into a new optimizer, into one that has stepped, and into plain torch."""
 
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp()
+        model = make_model()
         used = torch.optim.Adam(model.parameters(), lr=0.01)
         loss_of_all = model(torch.ones(4, 13)).square().mean()
         loss_of_all.backward()
         used.step()
         optimizer = wrap(model, used, shard)
-        train(optimizer, model, range(3))
+        take_steps(model, optimizer, range(3), loss_of)
         file = io.BytesIO()
         torch.save((model.state_dict(), optimizer.state_dict()), file)
-        again = mlp()
+        again = make_model()
         loaded = wrap(again, torch.optim.Adam(again.parameters()), shard)
         for context in (nullcontext, loaded.writing):
             file.seek(0)
@@ -416,32 +404,32 @@ def test_used_optimizers_and_saved_states():
             with context():
                 again.load_state_dict(weights)
             loaded.load_state_dict(state)
-            train(loaded, again, range(3, 6))
+            take_steps(again, loaded, range(3, 6), loss_of)
         return again, loaded
 
     require_same(run)
 
 
 def test_one_rank_saves_a_complete_state_which_plain_torch_loads():
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), "node")
-    train(optimizer, model, range(3))
+    take_steps(model, optimizer, range(3), loss_of)
     if rr.rank() == 0:
-        alone = mlp()
+        alone = make_model()
         plain = torch.optim.Adam(alone.parameters(), lr=0.01)
         alone.load_state_dict(model.state_dict())
         plain.load_state_dict(optimizer.state_dict())
         state = plain.state_dict()["state"]
         assert len(state) == len(list(model.parameters()))
         assert all(each["exp_avg"].abs().sum() > 0 and each["step"] == 3 for each in state.values())
-    train(optimizer, model, range(3, 5))
+    take_steps(model, optimizer, range(3, 5), loss_of)
 
 
 def test_a_node_has_parameters_and_state_once():
     """Needs ranks of one node: what one stores, the others see."""
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), "node")
-    train(optimizer, model, range(2))
+    take_steps(model, optimizer, range(2), loss_of)
     moment = optimizer.state_dict()["state"][0]["exp_avg"]
     rr.barrier()
     if rr.rank() == 0:
@@ -454,9 +442,9 @@ def test_a_node_has_parameters_and_state_once():
 
 
 def test_memory_of_a_saved_layer_is_its_own():
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), "node")
-    train(optimizer, model, range(1))
+    take_steps(model, optimizer, range(1), loss_of)
     file = io.BytesIO()
     torch.save(model[4].state_dict(), file)
     assert file.tell() < 4000
@@ -485,9 +473,9 @@ def move(model: Model) -> None:
 def test_changes_between_steps_raise_on_all_ranks(change: Callable[[Model], None]):
     if rr.size() == 1:
         pytest.skip("the parameters of one rank are its own")
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), "node")
-    train(optimizer, model, range(2))
+    take_steps(model, optimizer, range(2), loss_of)
     rr.barrier()
     change(model)
     rr.barrier()
@@ -497,29 +485,29 @@ def test_changes_between_steps_raise_on_all_ranks(change: Callable[[Model], None
     if change is not move:
         with optimizer.writing():
             pass
-        train(optimizer, model, range(3, 4))
+        take_steps(model, optimizer, range(3, 4), loss_of)
 
 
 def test_writing_counts_once():
     """All ranks write; the node has what the first has written."""
 
     def run(shard: str | None) -> tuple[Model, Optimizer]:
-        model = mlp()
+        model = make_model()
         optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), shard)
-        train(optimizer, model, range(2))
+        take_steps(model, optimizer, range(2), loss_of)
         with optimizer.writing(), torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
-        train(optimizer, model, range(2, 4))
+        take_steps(model, optimizer, range(2, 4), loss_of)
         return model, optimizer
 
     require_same(run)
 
 
 def test_what_a_forked_process_writes_is_its_own():
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), "node")
-    train(optimizer, model, range(2))
+    take_steps(model, optimizer, range(2), loss_of)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     child = os.fork()
     if child == 0:
@@ -530,7 +518,7 @@ def test_what_a_forked_process_writes_is_its_own():
     os.waitpid(child, 0)
     rr.barrier()
     assert all(map(torch.equal, before, model.parameters()))
-    train(optimizer, model, range(2, 3))
+    take_steps(model, optimizer, range(2, 3), loss_of)
 
 
 @pytest.mark.spread
@@ -545,7 +533,7 @@ def test_what_a_forked_process_writes_is_its_own():
 )
 def test_what_cannot_be_sharded(make: Callable[[Any], object], words: str):
     with pytest.raises(rr.ConfigError, match=words):
-        make(list(mlp().parameters()))
+        make(list(make_model().parameters()))
 
 
 def wrap_parameters(optimizer: Optimizer, **options: Any) -> Optimizer:
@@ -555,9 +543,9 @@ def wrap_parameters(optimizer: Optimizer, **options: Any) -> Optimizer:
 def test_joined_ranks_are_refused():
     if rr.size() == 1:
         pytest.skip("nobody waits for a rank that is alone")
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), "node")
-    train(optimizer, model, range(2))
+    take_steps(model, optimizer, range(2), loss_of)
     if rr.rank():
         loss_of(model, 2).backward()
         with pytest.raises(rr.MismatchError, match="joined"):
@@ -566,15 +554,15 @@ def test_joined_ranks_are_refused():
 
 
 def test_training_goes_on_in_another_world():
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), "node")
-    train(optimizer, model, range(2))
+    take_steps(model, optimizer, range(2), loss_of)
     hvd.shutdown()
     hvd.init()
-    train(optimizer, model, range(2, 4))
-    alone = mlp()
+    take_steps(model, optimizer, range(2, 4), loss_of)
+    alone = make_model()
     plain = wrap(alone, torch.optim.Adam(alone.parameters(), lr=0.01), None)
-    train(plain, alone, range(4))
+    take_steps(alone, plain, range(4), loss_of)
     assert all(map(torch.equal, model.parameters(), alone.parameters()))
 
 
@@ -594,15 +582,15 @@ def test_bits_between_nodes(nodes: None, name: str):
             made = WHOLE[name](model) if name in WHOLE else OPTIMIZERS[name](model.parameters())
             return wrap(model, made, shard, bucket_nbytes=1000)
 
-        model = mlp()
+        model = make_model()
         optimizer = make(model)
         for step in range(5):
             thaw(model, optimizer, step)
-        again = mlp()
+        again = make_model()
         other, state = make(again), copy.deepcopy(optimizer.state_dict())
         again.load_state_dict(model.state_dict())
         other.load_state_dict(state)
-        train(other, again, range(5, 8))
+        take_steps(again, other, range(5, 8), loss_of)
         assert_equal_state(other.state_dict()["state"])
         return again, other
 
@@ -611,7 +599,7 @@ def test_bits_between_nodes(nodes: None, name: str):
 
 def commit_and_restore(shard: str | None) -> tuple[Model, Optimizer]:
     """Make steps from a commit twice, after some steps that change memory of the node, and from another one."""
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), shard, bucket_nbytes=1000)
     state = hvd.elastic.TorchState(model, optimizer)
     for step in range(6):
@@ -621,9 +609,9 @@ def commit_and_restore(shard: str | None) -> tuple[Model, Optimizer]:
     for _ in range(2):
         with optimizer.writing():
             state.restore()
-        train(optimizer, model, range(6, 8))
+        take_steps(model, optimizer, range(6, 8), loss_of)
     state.commit()
-    train(optimizer, model, range(8, 9))
+    take_steps(model, optimizer, range(8, 9), loss_of)
     with optimizer.writing():
         state.restore()
     return model, optimizer
@@ -640,24 +628,24 @@ def test_commits_between_nodes(nodes: None):
 def test_commits_on_disk(tmp_path: Path):
     """A later commit, made while this one waits to be written, changes nothing in it."""
     folder = Path(rr.broadcast_object(str(tmp_path)))
-    model, again = mlp(), mlp()
+    model, again = make_model(), make_model()
     optimizer, other = (wrap(each, torch.optim.Adam(each.parameters(), lr=0.01), "node") for each in (model, again))
-    train(optimizer, model, range(2))
+    take_steps(model, optimizer, range(2), loss_of)
     state = hvd.elastic.TorchState(model, optimizer)
     state.keep_on_disk(folder, every=2)
     for step in range(2, 5):
-        train(optimizer, model, range(step, step + 1))
+        take_steps(model, optimizer, range(step, step + 1), loss_of)
         state.commit()
     state._disk.settle()
     rr.barrier()
     assert hvd.elastic.TorchState(again, other).keep_on_disk(folder) == 2
-    train(other, again, range(4, 5))
+    take_steps(again, other, range(4, 5), loss_of)
     for one, two in zip(tensors_of(model, optimizer), tensors_of(again, other), strict=True):
         assert torch.equal(one, two)
 
 
 def test_clipping_between_nodes(nodes: None):
-    models = mlp(torch.float64), mlp(torch.float64)
+    models = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
     shards = None, "all" if len(set(map(len, rr.world().topology.nodes))) == 1 else "node"
     plain, sharded = (
         wrap(model, torch.optim.Adam(model.parameters()), shard) for model, shard in zip(models, shards, strict=True)
@@ -677,9 +665,9 @@ def test_what_one_rank_saves_of_all_nodes(nodes: None, monkeypatch: pytest.Monke
     """Where a node has all state, it needs no other rank; else it raises on all, while the others make a step."""
     if len(set(map(len, rr.world().topology.nodes))) > 1:
         pytest.skip("needs nodes of equal size")
-    model = mlp()
+    model = make_model()
     optimizer = wrap(model, torch.optim.Adam(model.parameters()), "all", overlap=False)
-    train(optimizer, model, range(4))
+    take_steps(model, optimizer, range(4), loss_of)
     if rr.world().topology.single_node:
         return
     if rr.rank() == 0:
@@ -689,17 +677,17 @@ def test_what_one_rank_saves_of_all_nodes(nodes: None, monkeypatch: pytest.Monke
         loss_of(model, 4).backward()
         with pytest.raises(rr.MismatchError, match="on all ranks"):
             optimizer.step()
-    train(optimizer, model, range(5, 7))
+    take_steps(model, optimizer, range(5, 7), loss_of)
     if rr.rank() == 0:
         monkeypatch.setattr(parts, "_PATIENCE_S", 1.0)
         with pytest.raises(rr.ConfigError, match="have not called it within 1 s"):
             optimizer.state_dict()
     PRIVATE.Barrier()
-    train(optimizer, model, range(7, 8))
+    take_steps(model, optimizer, range(7, 8), loss_of)
     assert_equal_state(optimizer.state_dict()["state"])
 
 
 @pytest.mark.sizes(3)
 def test_nodes_of_unequal_size_are_refused(nodes_of_two: None):
     with pytest.raises(rr.ConfigError, match="as many ranks on each node"):
-        wrap_parameters(torch.optim.SGD(mlp().parameters(), lr=0.1), shard="all")
+        wrap_parameters(torch.optim.SGD(make_model().parameters(), lr=0.1), shard="all")

@@ -15,24 +15,14 @@ torch = pytest.importorskip("torch")
 hvd = pytest.importorskip("ringreduce.torch")
 
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch_models import assert_equal_on_ranks, mlp  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 from ringreduce.common.instruments import Pace  # noqa: E402
 
 FEATURES, HIDDEN = 13, 37
 STEPS = 9
-
-
-@pytest.fixture(params=[None, 1, 2], ids=["one node", "nodes of 1", "nodes of 2"])
-def nodes(request: pytest.FixtureRequest, nodes_of: Callable[[int | None], None]) -> None:
-    """A world on one node, or on several."""
-    nodes_of(request.param)
-
-
-def make_model(dtype: Any = torch.float64) -> Any:
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, 1))
-    return model.to(dtype)
+make_model = partial(mlp, FEATURES, HIDDEN, 1, seed=3, dtype=torch.float64)
 
 
 def samples_of(step: int) -> list[int]:
@@ -75,11 +65,6 @@ def expected() -> list[Any]:
     return list(model.parameters())
 
 
-def require_equal_bits(model: Any) -> None:
-    mine = b"".join(each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in model.parameters())
-    assert len(set(hvd.allgather_object(mine))) == 1
-
-
 OPTIONS = [
     {},
     {"overlap": True},
@@ -94,7 +79,7 @@ OPTIONS = [
 @pytest.mark.spread
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_training_is_that_of_one_process(nodes: None, options: dict[str, Any], set_to_none: bool) -> None:
+def test_training_is_that_of_one_process(any_nodes: None, options: dict[str, Any], set_to_none: bool) -> None:
     """With the mean over the whole batch, however it is divided; weights have equal bits on all ranks."""
     if options.get("shard") == "all" and len(set(map(len, rr.world().topology.nodes))) > 1:
         pytest.skip("it needs as many ranks on each node")
@@ -112,16 +97,16 @@ def test_training_is_that_of_one_process(nodes: None, options: dict[str, Any], s
             for each in model.parameters():
                 each.grad /= passes
         optimizer.step(samples=len(x))
-    require_equal_bits(model)
+    assert_equal_on_ranks(model)
     for mine, whole in zip(model.parameters(), expected(), strict=True):
         torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_in_fewer_bits(nodes: None, dtype: Any) -> None:
+def test_gradients_in_fewer_bits(any_nodes: None, dtype: Any) -> None:
     """One step is right up to rounding."""
-    model, whole = make_model(dtype), make_model(dtype)
+    model, whole = make_model(dtype=dtype), make_model(dtype=dtype)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
     for _ in range(3):
         model.load_state_dict(whole.state_dict())
@@ -132,11 +117,11 @@ def test_gradients_in_fewer_bits(nodes: None, dtype: Any) -> None:
     digits = 1e-5 if dtype is torch.float32 else 0.05
     for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, each.grad, rtol=digits, atol=digits)
-    require_equal_bits(model)
+    assert_equal_on_ranks(model)
 
 
 @pytest.mark.spread
-def test_a_closure_gets_the_loss_of_the_whole_batch(nodes: None) -> None:
+def test_a_closure_gets_the_loss_of_the_whole_batch(any_nodes: None) -> None:
     """However often a line search calls it."""
     model, whole = make_model(), make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))
@@ -170,7 +155,7 @@ def test_a_weighted_loss_is_exact_with_synchronised_batch_normalisation(world: r
         torch.testing.assert_close(mine.grad, each.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_sparse_gradients(nodes: None) -> None:
+def test_sparse_gradients(any_nodes: None) -> None:
     """Rows are weighted like everything else."""
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
@@ -268,7 +253,7 @@ class Epochs:
             assert number == 7
             measure([(epoch + 2) * 2.0] + [epoch + 1.0] * (size - 1))
         assert size == 1 or len(set(hvd.allgather_object(len(batch[0])))) > 1
-        require_equal_bits(self.model)
+        assert_equal_on_ranks(self.model)
         for mine, each in zip(self.model.parameters(), self.whole.parameters(), strict=True):
             torch.testing.assert_close(mine, each, rtol=1e-7, atol=1e-7)
 
@@ -342,7 +327,7 @@ def lbfgs(parameters: Any) -> Any:
     ids=["step", "clip", "synchronize", "reduced twice", "backward", "backward and clip", "shard and clip", "closure"],
 )
 def test_an_epoch_by_speed_is_that_of_one_process(
-    nodes: None, make: Any, options: dict[str, Any], step: Callable[[Any, Any, Any, bool], object]
+    any_nodes: None, make: Any, options: dict[str, Any], step: Callable[[Any, Any, Any, bool], object]
 ) -> None:
     """The sampler tells the optimizer how many samples there are, wherever and how often gradients are reduced."""
     Epochs(make, **options).train(step)
@@ -351,7 +336,7 @@ def test_an_epoch_by_speed_is_that_of_one_process(
 @pytest.mark.spread
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("options", [{}, {"reduce_in": "backward"}], ids=str)
-def test_a_scaler_leaves_out_the_same_steps(nodes: None, options: dict[str, Any], unscales: bool) -> None:
+def test_a_scaler_leaves_out_the_same_steps(any_nodes: None, options: dict[str, Any], unscales: bool) -> None:
     """As one process: every third overflows, with what was clipped of the others."""
     epochs, steps = Epochs(partial(torch.optim.SGD, lr=0.1), **options), {True: 0, False: 0}
     scalers = {each: torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for each in steps}

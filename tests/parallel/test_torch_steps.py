@@ -16,18 +16,16 @@ import pytest
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
-import ringreduce.torch as hvd  # noqa: E402
+from torch_models import Model, Optimizer, assert_equal_on_ranks, mlp  # noqa: E402
 
-Model = Any
-Optimizer = Any
+import ringreduce.torch as hvd  # noqa: E402
 
 several = pytest.mark.sizes(2, 3, 4)
 
 
 def build(make: Callable[[Any], Optimizer] | None = None, **options: Any) -> tuple[Model, Optimizer, Optimizer]:
     """A model that is equal on all ranks, its optimizer, and that optimizer wrapped."""
-    torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    model = mlp(3, 5, 2, seed=4)
     inner = (make or (lambda parameters: torch.optim.SGD(parameters, lr=0.25)))(model.parameters())
     return model, inner, hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
 
@@ -35,12 +33,6 @@ def build(make: Callable[[Any], Optimizer] | None = None, **options: Any) -> tup
 def backward(model: Model) -> None:
     model.zero_grad()
     model(torch.full((2, 3), float(1 + rr.rank()))).square().sum().backward()
-
-
-def assert_equal_on_ranks(model: Model) -> None:
-    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    everyone = hvd.allgather(flat[None])
-    assert all(each.equal(everyone[0]) for each in everyone)
 
 
 # ---- hyper-parameters ----

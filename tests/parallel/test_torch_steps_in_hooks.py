@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch_models import assert_equal_on_ranks, mlp  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
+
+make_model = partial(mlp, 3, 7, 5, seed=5, dtype=torch.float64)
 
 STEPS = 12
 ROWS = 3  # for each rank
-
-
-def make_model() -> Any:
-    torch.manual_seed(5)
-    return torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Tanh(), torch.nn.Linear(7, 5)).double()
 
 
 def sgd(parameters: Any) -> Any:
@@ -105,8 +105,7 @@ def test_a_step_in_a_hook_has_the_averages(
     weights = [parameter.detach() for parameter in model.parameters()]
     for mine, theirs in zip(weights, expected(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
-        gathered = hvd.allgather(mine.reshape(1, -1))
-        assert torch.equal(gathered, gathered[:1].expand_as(gathered))
+        assert_equal_on_ranks(mine)
     said = [each.getMessage() for each in caplog.records] + [str(each.message) for each in recwarn]
     assert not [each for each in said if "gradient" in each or "weights" in each]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import pytest
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
+from torch_models import Model, Optimizer, mlp  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
+
+make_model = partial(mlp, 13, 17, 17, 3, dtype=torch.float64)
 
 pytestmark = pytest.mark.spread
 
-Model = Any
-Optimizer = Any
 
 STEPS = 8
 
@@ -38,12 +41,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
     "whole": Norms,
 }
-
-
-def mlp() -> Model:
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(13, 17), torch.nn.Tanh(), torch.nn.Linear(17, 17), torch.nn.Tanh(), torch.nn.Linear(17, 3)
-    return torch.nn.Sequential(*layers).double()
 
 
 def backward(model: Model, step: int) -> None:
@@ -178,7 +175,7 @@ WAYS = [
 
 
 def train(make_step: Callable[[Model, Optimizer, int], None], name: str, shard: str | None, **options: Any) -> Model:
-    model = mlp()
+    model = make_model()
     named = model.named_parameters()
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), named, shard=shard, **options)
     for step in range(STEPS):
@@ -236,7 +233,7 @@ def test_gradients_that_are_added_to_after_some_steps():
 
 def begun() -> tuple[Model, Optimizer]:
     """Return a model and an optimizer that have made steps, so that a rank has the averages of its part alone."""
-    model = mlp()
+    model = make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, shard="node")
     for step in range(3):
         optimizer.zero_grad()
