@@ -115,20 +115,21 @@ def test_recovery() -> None:
 def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) -> None:
     """Everything is measured and right, and the page shows each."""
     needs("matplotlib")
-    page, few = tmp_path / "report.html", ["-b", "8", "-e", "4K", "-f", "512", "-n", "5", "-w", "1"]
-    done = mpirun(2, "bench", "all", *few, "--vs", "mpi", "--report", str(page))
+    page, picture = tmp_path / "report.html", tmp_path / "allreduce.svg"
+    few = ["-b", "8", "-e", "4K", "-f", "512", "-n", "5", "-w", "1", "--vs", "mpi"]
+    done = mpirun(2, "bench", "all", *few, "--report", str(page), "--format", "json")
     assert done.returncode == 0, done.stderr
+    reports = json.loads(done.stdout)
+    assert [each["config"]["collective"] for each in reports] == list(COLLECTIVES)
+    assert not any(result["nwrong"] for report in reports for result in report["results"])
     text = page.read_text()
-    assert done.stdout.count("Out of bounds values : 0 OK") == text.count("<svg") == len(COLLECTIVES)
+    assert text.count("<svg") == len(COLLECTIVES)
     assert all(f"<h2>{name}</h2>" in text for name in COLLECTIVES)
     assert done.stderr.count(f"bench: wrote {page}\n") == 1
-    for picture in (tmp_path / "allreduce.svg", tmp_path / "allreduce.png"):
-        done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture))
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count(f"bench: wrote {picture}\n") == 1
-    assert "<svg" in (tmp_path / "allreduce.svg").read_text()
-    done = mpirun(2, "bench", "all", *few, "--format", "json")
-    assert [each["config"]["collective"] for each in json.loads(done.stdout)] == list(COLLECTIVES)
-    done = mpirun(2, "bench", "all", *few, "--format", "csv")
+    done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"bench: wrote {picture}\n") == 1
+    assert "<svg" in picture.read_text()
+    done = mpirun(2, "bench", "all", "-b", "8", "-e", "8", "-n", "2", "-w", "0", "--format", "csv")
     assert [line.partition(",")[0] for line in done.stdout.splitlines()].count("collective") == 1
-    assert look(page, tmp_path / "allreduce.svg", tmp_path / "allreduce.png") == {}
+    assert look(page, picture) == {}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from documents import BLOCK, PAGES, ROOT, blocks, name_of
 from launching import run
+
+from ringreduce.cli import main
 
 #: A line, indented or in a block of shell, that is a command.
 COMMAND = re.compile(
@@ -27,6 +31,7 @@ ELSEWHERE = {
     "tests/clusters/test_ship.py::test_hosts_get_what_they_do_not_have",
     "docs/clusters.md: ringreduce run -H h1:2,h2:2 --ship --ship-path data --keep": "takes two hosts; "
     "tests/clusters/test_ship.py::test_a_kept_copy_serves_jobs_of_another_host",
+    "docs/clusters.md: ringreduce run -np 2 python -m ringreduce doctor": "tests/jobs/test_doctor_job.py, by mpirun",
     "docs/clusters.md: sbatch": "takes Slurm; tests/clusters/test_job_files.py::test_jobs_of_slurm",
     "docs/clusters.md: export PMIX_MCA_psec=native": "tests/clusters/test_slurm.py::test_srun_starts_ranks",
     "docs/clusters.md: srun": "takes Slurm; tests/clusters/test_job_files.py::test_jobs_of_slurm, as slurm.sh",
@@ -67,10 +72,12 @@ ELSEWHERE = {
     "docs/observe.md: pip install": "scripts/install, with more extras",
     "docs/engines.md: pip install": "scripts/install, as engines",
     "docs/slow.md: ringreduce compare": "takes two reports; tests/jobs/test_slow_jobs.py",
+    "docs/slow.md: ringreduce run -np 2 --report after.json": "the line before it, with another name",
     "docs/observe.md: mpirun -np 2 python -m ringreduce doctor": "tests/jobs/test_doctor_job.py",
     "docs/failures.md: srun": "takes Slurm; tests/clusters/test_slurm.py",
     "docs/speed.md: mpirun -np 2 python benchmarks/asynchronous.py": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench all --report": "tests/jobs/test_bench_job.py",
+    "docs/tuning.md: mpirun -np 2 python -m ringreduce bench allreduce": "tests/jobs/test_bench_job.py, with less",
     "docs/simulate.md: mpirun -np 4 python -m ringreduce bench allreduce": "tests/jobs/test_bench_job.py, on 2 ranks",
     "docs/observe.md: python -m ringreduce doctor --dump FOLDER": "tests/jobs/test_flight.py",
     "docs/recipes/checkpoints.md: ringreduce export commits model.pt --commit 300": "tests/unit/test_export_command.py",
@@ -122,8 +129,12 @@ def test_what_runs_the_others_is_there() -> None:
     assert [test for path, test in named if test and f"def {test}(" not in (ROOT / path).read_text()] == []
 
 
+#: Commands that start no process and no rank run in this one, where all is imported.
+IN_PROCESS = re.compile("(?:python -m )?ringreduce ((?:simulate|timeline|audit|submit) .*)")
+
+
 @pytest.mark.parametrize("command", HERE)
-def test_a_command_runs(command: str, tmp_path: Path) -> None:
+def test_a_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands, but that benchmarks take few iterations, and explain and bench end at 1 MiB."""
     line = command.partition(": ")[2]
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -135,5 +146,10 @@ def test_a_command_runs(command: str, tmp_path: Path) -> None:
         assert run("python", "train.py", cwd=tmp_path, RINGREDUCE_AUDIT="runs.jsonl").returncode == 0
     if " bench " in line:
         line = re.sub(r"-e (?:16|64)M", "-e 1M", line) + " -n 2 -w 0"
+    if (alone := IN_PROCESS.fullmatch(line)) is not None:
+        monkeypatch.chdir(tmp_path)
+        result = CliRunner().invoke(main, shlex.split(alone[1]))
+        assert result.exit_code == 0, result.output
+        return
     done = run("bash", "-c", line, cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))  # where a new key goes
     assert done.returncode == 0, done.stdout + done.stderr

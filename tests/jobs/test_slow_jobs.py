@@ -53,7 +53,7 @@ CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def train(path: Path, kind: str, ranks: int, *options: str, steps: int = 100) -> dict[str, Any]:
+def train(path: Path, kind: str, ranks: int, *options: str, steps: int = 40) -> dict[str, Any]:
     """Run a training; return its report, in which all agrees, also with what the job has said."""
     command = [RINGREDUCE, "run", "-np", ranks, "--oversubscribe", "--report", path, *options, TRAINING, kind, steps]
     job = run(*command, OMP_NUM_THREADS="1")
@@ -98,7 +98,7 @@ def test_two_jobs_are_compared(tmp_path: Path) -> None:
     """A job beside itself has not changed; of two, the status says whether steps have become slower."""
     there, here = tmp_path / "healthy.json", tmp_path / "slow.json"
     for path, kind in ((there, "healthy"), (here, "loader")):
-        train(path, kind, 1, steps=40)
+        train(path, kind, 1)
     assert run(RINGREDUCE, "compare", here, here).returncode == 0
     done = run(RINGREDUCE, "compare", there, here, "--tolerance", "10%")
     assert done.returncode == ("slower than 10% allow" in done.stdout), done.stderr

@@ -27,8 +27,7 @@ rr.shutdown()
 EVALUATES = 'with rr.busy("evaluation"): time.sleep(8)  # longer than the watchdog waits'
 
 
-@pytest.mark.parametrize("elastic", [(), ("--elastic",)], ids=["plain", "elastic"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "elastic"), [(1, ("--elastic",)), (2, ()), (3, ("--elastic",))])
 def test_a_job_that_stalls_is_ended_and_the_rank_named(tmp_path: Path, ranks: int, elastic: tuple[str, ...]) -> None:
     """With where it is; each rank has written down what it does; the status is 124, and nothing begins again."""
     script = tmp_path / "train.py"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import launching
@@ -91,17 +92,8 @@ def test_a_job_that_is_stopped_loses_no_step(
     assert_nothing_is_lost(tmp_path / "stopped", undisturbed(way, ranks), ranks)
 
 
-@pytest.mark.parametrize("how", ["launcher SIGTERM", "mpirun SIGTERM", "launcher SIGUSR1"])
-@pytest.mark.parametrize("options", [("--elastic", "--max-restarts", "3"), ()], ids=["elastic", ""])
-def test_signals_from_outside_stop_a_job(tmp_path: Path, options: tuple[str, ...], how: str) -> None:
-    """To the launcher or to mpirun; no restart is spent on it, and the status is that of a stop."""
-    command = (RINGREDUCE, "run", *options, "-np", 2)
-    assert train(tmp_path / "undisturbed", "numpy", 2) == 0
-    statuses = [train(tmp_path / "stopped", "numpy", 2, f"1@3:{how}", command=command) for _ in range(2)]
-    assert statuses == [STOPPED, 0]
-    assert_nothing_is_lost(tmp_path / "stopped", tmp_path / "undisturbed", 2)
-
-
+RESTARTS = ("--elastic", "--max-restarts", "3")
+FROM_OUTSIDE = ("launcher SIGTERM", "mpirun SIGTERM", "launcher SIGUSR1")
 IN_PLACE = """
 import sys
 from ringreduce.cli import main
@@ -121,15 +113,25 @@ def in_place_of_mpirun(folder: Path) -> tuple[object, ...]:
     return sys.executable, "-c", IN_PLACE, script, "run"
 
 
-@pytest.mark.parametrize("how", ["launcher SIGUSR1", "mpirun SIGUSR1"])
-@pytest.mark.parametrize("options", [("--elastic",), ()], ids=["elastic", ""])
-def test_a_script_in_place_of_mpirun_stops_no_warning(tmp_path: Path, options: tuple[str, ...], how: str) -> None:
-    """Nor loses a step."""
-    command = (*in_place_of_mpirun(tmp_path), *options, "-np", 2)
-    assert train(tmp_path / "undisturbed", "numpy", 2) == 0
+@pytest.mark.parametrize(
+    ("in_place", "options", "how"),
+    [
+        *(
+            (False, *each)
+            for each in product((RESTARTS, ()), ("launcher SIGTERM", "mpirun SIGTERM", "launcher SIGUSR1"))
+        ),
+        (True, ("--elastic",), "launcher SIGUSR1"),
+        (True, (), "mpirun SIGUSR1"),
+    ],
+)
+def test_signals_from_outside_stop_a_job(
+    tmp_path: Path, undisturbed: Callable[[str, int], Path], in_place: bool, options: tuple[str, ...], how: str
+) -> None:
+    """To the launcher or to mpirun, which may be a script; no restart is spent, and the status is that of a stop."""
+    command = (*(in_place_of_mpirun(tmp_path) if in_place else (RINGREDUCE, "run")), *options, "-np", 2)
     statuses = [train(tmp_path / "stopped", "numpy", 2, f"1@3:{how}", command=command) for _ in range(2)]
     assert statuses == [STOPPED, 0]
-    assert_nothing_is_lost(tmp_path / "stopped", tmp_path / "undisturbed", 2)
+    assert_nothing_is_lost(tmp_path / "stopped", undisturbed("numpy", 2), 2)
 
 
 SENDS = """
@@ -287,19 +289,20 @@ rr.barrier()
 """
 
 
-def test_a_program_that_never_asks_ends_by_sigterm() -> None:
-    """As before there was anything to ask."""
-    done = launching.run(RINGREDUCE, "run", "-np", 2, sys.executable, "-c", NEVER_ASKS.format(before="pass"))
+@pytest.mark.parametrize(
+    ("options", "before", "reason"),
+    [
+        ((), "pass", "rank 1 of 2 was ended by SIGTERM"),
+        (("--elastic",), "import sys; sys.exit(75)", "rank 1 of 2 exits with code 75"),
+    ],
+    ids=["never asks", "exits alone"],
+)
+def test_a_rank_that_ends_without_an_agreement_has_failed(options: tuple[str, ...], before: str, reason: str) -> None:
+    """By SIGTERM, as before there was anything to ask, or with the status of a stop, while the others go on."""
+    program = NEVER_ASKS.format(before=before)
+    done = launching.run(RINGREDUCE, "run", *options, "-np", 2, sys.executable, "-c", program)
     assert done.returncode not in (0, STOPPED)
-    assert "rank 1 of 2 was ended by SIGTERM" in done.stderr
-
-
-def test_a_rank_that_alone_exits_with_the_status_of_a_stop_has_failed() -> None:
-    """In an elastic job, where the others go on without it: nobody has agreed to stop."""
-    program = NEVER_ASKS.format(before="import sys; sys.exit(75)")
-    done = launching.run(RINGREDUCE, "run", "--elastic", "-np", 2, sys.executable, "-c", program)
-    assert done.returncode not in (0, STOPPED), done.stderr
-    assert "rank 1 of 2 exits with code 75" in done.stderr
+    assert reason in done.stderr
 
 
 AGREED = "import time; rr.init(); rr.request_stop(); rr.stopping()\nif rank == 1: {}\nsys.exit(75)"
@@ -379,8 +382,8 @@ sys.exit(os.EX_TEMPFAIL)
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_no_restart_is_begun_once_the_ranks_have_agreed_to_stop(restarts: int) -> None:
     """Though one of them dies meanwhile: if the job were to begin again, it is to be run again; else it has failed."""
-    line = (RINGREDUCE, "run", "--elastic", "--max-restarts", restarts, "-np", 2, sys.executable, "-c", DIES_LATE)
-    done = launching.run(*line)
+    options = ("--elastic", "--max-restarts", restarts, "-np", 2)
+    done = launching.run(RINGREDUCE, "run", *options, sys.executable, "-c", DIES_LATE)
     assert done.stdout.count("begun") == 2, done.stderr
     assert (done.returncode == STOPPED) is bool(restarts), done.stderr
     assert ("it is not started again here" in done.stderr) is bool(restarts)
@@ -458,9 +461,7 @@ for now in (0.0, 2.9, 3.1):
     os.kill(os.getpid(), signal.SIGTERM)
     print(now, request.made, flush=True)
 """
-    with job_environment() as environment:
-        line = [sys.executable, "-c", program]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    done = launching.run(sys.executable, "-c", program)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "0.0 True\n2.9 True\n"), done.stderr
 
 
@@ -485,7 +486,5 @@ rr.shutdown()
 os.kill(os.getpid(), signal.SIGTERM)
 sys.exit(os.EX_TEMPFAIL)
 """
-    with job_environment() as environment:
-        line = [sys.executable, "-c", program]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    done = launching.run(sys.executable, "-c", program)
     assert (done.returncode, done.stdout) == (STOPPED, "late"), done.stderr
