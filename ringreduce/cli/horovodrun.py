@@ -38,30 +38,16 @@ _TABLE = """
 --gloo --use-gloo | | refuse | there is only MPI here, and no Gloo; leave it out
 --jsrun | | refuse | jobs start under mpirun here, which runs on the hosts of an LSF allocation
 """
-#: Options that mean nothing here, those that take a value with = behind their last name; and why.
+#: Options that mean nothing here, those that take a value with = behind their last name.
 _UNNEEDED = """
---mpi --use-mpi | MPI is what there is
---tcp --tcp-flag | messages of one machine take shared memory; see --mpi-args
---binding-args= | say it with --mpi-args
---mpi-threads-disable, --no-mpi-threads-disable | ringreduce asks MPI for the threads that it needs
---disable-cache | mpirun checks no hosts beforehand, so nothing is kept of that
--i --ssh-identity-file= | name it in ~/.ssh/config
--prefix-timestamp --prefix-output-with-timestamp | see --mpi-args
---log-with-timestamp | log lines carry the time if the program's logging does
---log-without-timestamp --log-hide-timestamp --no-log-with-timestamp | the program's logging decides
---no-timeline-mark-cycles, --stall-check | that is so already
---cycle-time-ms= | nothing waits for a cycle here: what all ranks have submitted runs at once
---cache-capacity= | there is no cache of responses to size: ranks remember what they agreed on
---hierarchical-allreduce, --hierarchical-allgather, --torus-allreduce, --no-hierarchical-allreduce, \
-    --no-hierarchical-allgather, --no-torus-allreduce \
-    | the algorithm is chosen for each size; see `ringreduce explain`, and RINGREDUCE_ALGORITHM
---autotune, --no-autotune, --autotune-log-file=, --autotune-warmup-samples=, --autotune-steps-per-sample=, \
-    --autotune-bayes-opt-max-samples=, --autotune-gaussian-process-noise= \
-    | `mpirun ... ringreduce tune` measures once, beforehand, and later runs choose by its table
---num-nccl-streams= | see docs/gpu.md for what GPUs use
---thread-affinity= | no thread of ours is bound to a core
---ccl-bgt-affinity= | there is no oneCCL here
---gloo-timeout-seconds= | there is only MPI here, and no Gloo; leave it out
+--mpi --use-mpi, --tcp --tcp-flag, --binding-args=, --mpi-threads-disable, --no-mpi-threads-disable, --disable-cache,
+-i --ssh-identity-file=, -prefix-timestamp --prefix-output-with-timestamp, --log-with-timestamp,
+--log-without-timestamp --log-hide-timestamp --no-log-with-timestamp, --no-timeline-mark-cycles, --stall-check,
+--cycle-time-ms=, --cache-capacity=, --hierarchical-allreduce, --hierarchical-allgather, --torus-allreduce,
+--no-hierarchical-allreduce, --no-hierarchical-allgather, --no-torus-allreduce, --autotune, --no-autotune,
+--autotune-log-file=, --autotune-warmup-samples=, --autotune-steps-per-sample=, --autotune-bayes-opt-max-samples=,
+--autotune-gaussian-process-noise=, --num-nccl-streams=, --thread-affinity=, --ccl-bgt-affinity=,
+--gloo-timeout-seconds=
 """
 
 
@@ -95,7 +81,7 @@ class _Option(NamedTuple):
             ``"file"``: it names a file of more; ``"show"``: this machine is shown, and no job started; ``"none"``: it
             means nothing here, and a warning says so; ``"refuse"``: it asks for what there is not.
         target: which option or variable.
-        text: what it does here, or why it does nothing.
+        text: what it does here, or why there is nothing like it.
     """
 
     names: tuple[str, ...]
@@ -108,11 +94,6 @@ class _Option(NamedTuple):
     def keys(self) -> list[str]:
         """What it is called in a file of ``--config-file``."""
         return [name.strip("-").replace("-", "_") for name in self.names]
-
-
-def _cells(table: str) -> Iterator[list[str]]:
-    for row in table.strip().splitlines():
-        yield [cell.strip() for cell in row.split("|")]
 
 
 def _value(row: Setting, default: object) -> str:
@@ -129,13 +110,13 @@ def _options() -> Iterator[_Option]:
         if row.horovodrun:
             names = tuple(row.horovodrun.split())
             yield _Option(names, _value(row, default), kind="run", target=row.option, text=row.help)
-    for cells, value, here, text in _cells(_TABLE):
+    for line in _TABLE.strip().splitlines():
+        cells, value, here, text = (cell.strip() for cell in line.split("|"))
         kind, _, target = here.partition(" ")
         yield _Option(tuple(cells.split()), value, kind=kind, target=target, text=text)
-    for options, text in _cells(_UNNEEDED):
-        for option in options.split(","):
-            value = "VALUE" if "=" in option else ""
-            yield _Option(tuple(option.replace("=", "").split()), value, kind="none", target="", text=text)
+    for option in _UNNEEDED.split(","):
+        value = "VALUE" if "=" in option else ""
+        yield _Option(tuple(option.replace("=", "").split()), value, kind="none", target="", text="")
 
 
 _OPTIONS = tuple(_options())
@@ -176,7 +157,7 @@ class CommandLine:
             ConfigError: its value is none, or it asks for what there is not.
         """
         if option.kind == "none":
-            self.warnings.append(f"{name} is not needed: {option.text}")
+            self.warnings.append(f"{name} is not needed: it means nothing here")
         elif option.kind == "refuse":
             raise ConfigError(f"{name}: {option.text}")
         elif option.kind == "run":

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import click
 
 _RANKS = re.compile("--?np+|--num-proc")
-_HOSTS = re.compile(r"[\w.-]+:\d+(,[\w.-]+(:\d+)?)*")
-#: Of `ringreduce run`, the options that programs have none of: a name, and what its value is like; None: there is none.
-_OURS: dict[str, re.Pattern[str] | None] = {
-    **dict.fromkeys(("-np", "--num-proc", "--min-np", "--max-np", "--max-restarts"), re.compile(r"\d+")),
-    **dict.fromkeys(("-H", "--hosts"), _HOSTS),
-    **dict.fromkeys(("--hostfile", "--host-discovery-script"), re.compile(r".+")),
-    "--elastic": None,
-}
+#: Options of `ringreduce run` that programs have none of, with their values.
+_OURS = re.compile(
+    r"(-np|--num-proc|--min-np|--max-np|--max-restarts)[ =]\d+"
+    r"|(-H|--hosts)[ =][\w.-]+:\d+(,[\w.-]+(:\d+)?)*"
+    r"|(--hostfile|--host-discovery-script)[ =].+|--elastic"
+)
 #: What takes such options itself, and may be what is started.
 _LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "srun", "ringreduce", "horovodrun", "ssh"}
 
@@ -36,51 +34,44 @@ class Command(click.Command):
     """A command whose errors name the option that was written, where click takes it for a value of a short one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = [*args]
+        words = [*args]
         try:
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            names = {error.option_name}
-        except click.BadParameter as error:
-            names = {*getattr(error.param, "opts", ())}
-            if not (word := self._taken_apart(given, names)):
+        except (click.NoSuchOption, click.BadParameter) as error:
+            short = getattr(error, "param", None)
+            names = [error.option_name] if isinstance(error, click.NoSuchOption) else getattr(short, "opts", [])
+            known = options_of(self)
+            apart = [word for word in words if word[:2] in names and word[2:].isalpha() and word not in known]
+            if not apart and not isinstance(error, click.NoSuchOption):
                 raise
-            raise self.no_such_option(word, ctx) from None
-        raise self.no_such_option(self._taken_apart(given, names) or names.pop(), ctx)
-
-    def _taken_apart(self, given: Sequence[str], names: Collection[str]) -> str:
-        """Return the word that was read as one of these options, of one letter, with a value; empty if none was."""
-        known = {each for param in self.params for each in param.opts}
-        words = (word for word in given if word[:2] in names and word[2:].isalpha())
-        return next((word for word in words if word not in known), "")
+            raise self.no_such_option((apart or names)[0], ctx) from None
 
     def no_such_option(self, name: str, ctx: click.Context) -> click.UsageError:
         """Return what to say of an option that there is not."""
-        known = [each for param in self.params for each in param.opts]
-        return click.NoSuchOption(name, possibilities=difflib.get_close_matches(name, known, 2) or None, ctx=ctx)
+        return click.NoSuchOption(name, possibilities=difflib.get_close_matches(name, options_of(self), 2), ctx=ctx)
 
 
 class RankCommand(Command):
     """A command that ranks run, which something else has started."""
 
     def no_such_option(self, name: str, ctx: click.Context) -> click.UsageError:
-        if _RANKS.fullmatch(name):
-            return click.UsageError(
-                f"{self.name} has no option {name}: it measures the ranks that run it. Start them in front: "
-                f"ringreduce run -np N python -m ringreduce {self.name} ...",
-                ctx=ctx,
-            )
-        return super().no_such_option(name, ctx)
+        if not _RANKS.fullmatch(name):
+            return super().no_such_option(name, ctx)
+        return click.UsageError(
+            f"{self.name} has no option {name}: it measures the ranks that run it. Start them in front: "
+            f"ringreduce run -np N python -m ringreduce {self.name} ...",
+            ctx=ctx,
+        )
 
 
 class ProgramCommand(Command):
     """A command that starts a program, whose options come after its name, and its own before."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = [*args]
+        words = [*args]
         rest = super().parse_args(ctx, args)
         program: Sequence[str] = ctx.params.get("program") or ()
-        before = given[: len(given) - len(program)]
+        before = words[: len(words) - len(program)]
         is_named = program and not program[0].startswith("-")  # else that is an option, which there is not
         if is_named and before[-1:] != ["--"] and (word := _misplaced(program, before)):
             raise click.UsageError(
@@ -98,18 +89,8 @@ def _misplaced(program: Sequence[str], before: Sequence[str]) -> str:
         program: with its arguments.
         before: the words before it: what is there, the program may have as well.
     """
-    words = list(program)
-    if any(word.rpartition("/")[2] in _LAUNCHERS for word in words):
+    if any(word.rpartition("/")[2] in _LAUNCHERS for word in program):
         return ""
-    for place, word in enumerate(words[1:], 1):
-        name, equals, value = word.partition("=")
-        if name not in _OURS or any(each.partition("=")[0] == name for each in before):
-            continue
-        form = _OURS[name]
-        following = "".join(words[place + 1 : place + 2])
-        if form is None:
-            if not equals:
-                return word
-        elif form.fullmatch(value if equals else following):
-            return word if equals else f"{word} {following}"
-    return ""
+    there = {word.partition("=")[0] for word in before}
+    texts = (text for pair in zip(program[1:], (*program[2:], ""), strict=False) for text in (pair[0], " ".join(pair)))
+    return next((text for text in texts if _OURS.fullmatch(text) and re.split("[ =]", text)[0] not in there), "")

@@ -77,7 +77,7 @@ def test_settings_reach_the_ranks(given: list[str], settings: dict[str, str]) ->
     ],
 )
 def test_what_means_nothing_here_is_said(given: list[str]) -> None:
-    """One warning with the reason, and the job starts."""
+    """One warning, and the job starts."""
     plan = read([*given, "true"])
     (warning,) = plan.warnings
     assert warning.startswith(f"{given[0]} is not needed: ")
@@ -142,7 +142,7 @@ def test_a_file_says_what_the_command_line_does_not(tmp_path: Path) -> None:
 
 
 def test_all_keys_of_horovods_file_are_known(tmp_path: Path) -> None:
-    """Each that is set and means nothing here has a warning with the reason."""
+    """Each that is set and means nothing here has a warning."""
     unneeded = {
         "params": {"cycle_time_ms": 2, "cache_capacity": 9, "hierarchical_allreduce": True,
                    "hierarchical_allgather": True, "torus_allreduce": True},
