@@ -345,7 +345,7 @@ class Page(WorldWatcher):
         return True
 
     def tick(self) -> None:
-        self._view.remember(self._gathering.latest(), self._gathering.earlier())
+        self._view.remember(self._gathering.latest())
 
     def end(self, error: str | None) -> None:
         if self._server is not None:

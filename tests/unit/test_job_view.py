@@ -18,12 +18,11 @@ from recorded_ranks import snapshot
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.instruments import mean_values
 from ringreduce.observe.job.gathering import Gathering
-from ringreduce.observe.job.host_uses import usage
+from ringreduce.observe.job.host_uses import uses_of
 from ringreduce.observe.job.job_view import JobView, last_values, rows
 from ringreduce.observe.out.job_page import job_page
 from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
-from ringreduce.observe.seen.resources import DiskCounters, InterfaceCounters
-from ringreduce.observe.seen.snapshots import VERSION, RateSample, ReportedValue, SlowRank, Snapshot
+from ringreduce.observe.seen.snapshots import VERSION, RateSample, ReportedValue, SlowRank, Snapshot, UsedResources
 from ringreduce.transport.memory import MemoryWorld
 
 
@@ -152,18 +151,22 @@ def test_one_rank_needs_no_messages():
 
 
 def test_how_much_of_a_host_is_used():
-    """Between two looks, by the host's counters; each host counts once, whatever the number of its ranks."""
-    found = usage([snapshot(rank, 12, 20.0) for rank in range(12)], [snapshot(rank, 12, 10.0) for rank in range(12)])
-    assert {name: host.ranks for name, host in found.items()} == {"node0": [*range(8)], "node1": [*range(8, 12)]}
-    host = found["node1"]
-    assert (host.processor, host.steal, host.retransmitted) == pytest.approx((0.7, 0.1, 0.01))
-    assert host.interfaces == {"eth0": InterfaceCounters(10**10, 1e9, 5e8)}, "the other one is idle"
-    assert host.interfaces["eth0"].share == pytest.approx(0.8)
-    assert host.disks == {"sda": DiskCounters(1e6, 0, pytest.approx(0.2))}
-    (begun,) = usage([snapshot(0, 1, 10.0)], [snapshot(0, 1, 0.0)]).values()  # from counters that are 0
-    assert (begun.processor, begun.steal, begun.retransmitted) == pytest.approx((0.7, 0.1, 0.01))
-    (first,) = usage([snapshot(0, 1, 20.0)], []).values()  # nothing earlier is known
-    assert (first.processor, first.interfaces, first.memory_nbytes) == (None, {}, 12 << 30)
+    """Since the first step, by the host's counters; each host counts once, whatever the number of its ranks."""
+
+    def first(rank: int, second: float) -> Snapshot:
+        then = snapshot(rank, 12, second)
+        used = UsedResources(then.host, then.time, then.resources)
+        return snapshot(rank, 12, 20.0, first=used)
+
+    uses = uses_of([first(rank, 10.0) for rank in range(12)])
+    assert [each.host for each in uses] == ["node0", "node1"]
+    use = uses[1]
+    assert (use.stolen, use.resent, use.memory) == pytest.approx((0.1, 0.01, 0.75))
+    assert (use.interface, use.network) == ("eth0", pytest.approx(0.8)), "the other one is idle"
+    assert (use.disk, use.busy) == ("sda", pytest.approx(0.2))
+    (begun,) = uses_of([first(0, 0.0)])  # from counters that are 0
+    assert (begun.stolen, begun.resent) == pytest.approx((0.1, 0.01))
+    assert uses_of([snapshot(0, 1, 20.0)]) == []  # nothing earlier is known
 
 
 def test_values_are_means_over_the_ranks():
@@ -179,11 +182,11 @@ def test_time_lines_are_bounded():
     view = JobView(1)
     for second in range(3000):
         samples = RateSample(0.0, 0, 0, 0.0), RateSample(10.0, 50, 1, 3.0)
-        view.remember([snapshot(0, 1, second + 1.0, samples=samples)], [])
+        view.remember([snapshot(0, 1, second + 1.0, samples=samples)])
     lines = view.lines()
-    assert set(lines) == {"step_seconds", "communication_ratio", "waiting_ratio", "value loss"}
+    assert set(lines) == {"steps_per_second", "communication_ratio", "waiting_ratio", "value loss"}
     assert all(300 <= len(line) < 600 and line[0][0] == 1001.0 for line in lines.values())
-    assert lines["step_seconds"][-1][1] == pytest.approx(0.2)
+    assert lines["steps_per_second"][-1][1] == pytest.approx(5.0)
     shares = [lines[name][-1][1] for name in ("communication_ratio", "waiting_ratio")]
     assert sum(shares) == pytest.approx(0.3), "of the time, waiting for the last rank is no communication"
     spent = snapshot(0, 1, 3000.0).spent
@@ -211,13 +214,28 @@ def page_of(size: int, *, name: str = "loss") -> str:
     view = JobView(size, restarts=1)
     for second in range(0, 65, 1 if size < 100 else 5):
         ranks.tell(float(second), say=say)
-        view.remember(ranks.gatherings[0].latest(), ranks.gatherings[0].earlier())
+        view.remember(ranks.gatherings[0].latest())
     now = ranks.gatherings[0].latest()
+    before = ranks.gatherings[0].earlier()
     found = rows(now)
     if size > 5:
         found[5] = replace(found[5], silence_seconds=30.0)
-    hosts = usage(now, ranks.gatherings[0].earlier())
-    return job_page(view.health(found), found, hosts, lines=view.lines())
+    metrics = families_of_job(view, now), families_of_job(view, before)
+    return job_page(view.health(found), found, *metrics, passed_s=now[0].time - before[0].time, lines=view.lines())
+
+
+def test_the_page_has_the_metrics():
+    """Of hosts and ranks; of counters, by how much they grow a second."""
+    page = page_of(16)
+    for heading in (
+        "network bytes eth0 receive",
+        "host processor seconds user",
+        "resident memory bytes",
+        "steps per second",
+    ):
+        assert f"<th>{heading}</th>" in page
+    for text in (r"9\d\d(\.\d)? MiB/s", r"[56]\d\d%", "3 GiB", "5"):
+        assert re.search(f"<td>{text}</td>", page)
 
 
 @pytest.mark.parametrize("width", [1200, 400])
@@ -248,7 +266,7 @@ def test_a_rank_that_has_made_no_step_is_shown_so():
     now = time.time()
     samples = RateSample(now - 5, 0, 0, 0.0), RateSample(now, 0, 0, 0.0)
     shown = rows([snapshot(0, 1, 9.0, began=now - 9.0, samples=samples, spent=None)])
-    page = job_page(JobView(1).health(shown), shown, {}, lines={})
+    page = job_page(JobView(1).health(shown), shown, [], [], passed_s=0.0, lines={})
     assert re.findall(r'title="rank (\d+) ([^":]+)', page) == [("0", "has made no step")]
 
 

@@ -152,7 +152,7 @@ def test_who_must_be_named(name: str) -> None:
     told = None if slow is None else SlowRank(slow.rank, slow.lateness, slow.words())
     shown = rows([snapshot(rank, case.size, 10.0, began=time.time() - 10.0, slow=told) for rank in ranks])
     assert [each.rank for each in shown if each.waiting] == [each for each in ranks if each == case.named]
-    page = job_page(JobView(case.size).health(shown), shown, {}, lines={})
+    page = job_page(JobView(case.size).health(shown), shown, [], [], passed_s=0.0, lines={})
     awaited = [rank for rank in ranks if f'title="rank {rank} is waited for' in page]
     assert awaited == [each for each in ranks if each == case.named]
     assert ("several ranks are late" in page) == (case.named == -1)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ringreduce.common.instruments import mean_values
-from ringreduce.observe.job.host_uses import usage
 from ringreduce.observe.job.waits import waits
 from ringreduce.observe.seen.snapshots import SlowRank, Snapshot
 from ringreduce.observe.seen.step_clock import SpentOnSteps
@@ -17,6 +16,8 @@ _WAITING_S = 1.0  # in one call; less is usual
 _MISSING_S = 10.0  # a rank that says nothing for so long is missing
 _SILENT_S = 5.0  # one that says nothing for so long is busy without letting go of Python, or stopped
 _POINTS = 600  # of the time lines; when there are more, every second one goes
+#: What the time lines show, means over the ranks; and the values that the program reports.
+_LINES = ("steps_per_second", "communication_ratio", "waiting_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,27 +185,17 @@ class JobView:
         with self._lock:
             return {name: [*line] for name, line in self._lines.items()}
 
-    def remember(self, now: Sequence[Snapshot], then: Sequence[Snapshot]) -> None:
-        """Add to the time lines; to be called once a second.
-
-        Args:
-            now, then: the ranks, and what they said some seconds ago.
-        """
+    def remember(self, now: Sequence[Snapshot]) -> None:
+        """Add what ranks say to the time lines; to be called once a second."""
         self._looks += 1
         if self._looks % self._every or not now:
             return
-        hosts = usage(now, then).values()
         ranks = rows(now)
-        speeds = [each.steps_per_second for each in ranks if each.steps_per_second]
-        ratios = {
-            "communication_ratio": _mean(each.communication_ratio for each in ranks),
-            "waiting_ratio": _mean(each.waiting_ratio for each in ranks),
-            "network_ratio": _most(each.share for host in hosts for each in host.interfaces.values()),
-            "disk_ratio": _most(each.busy_s for host in hosts for each in host.disks.values()),
-            "step_seconds": len(speeds) / sum(speeds) if speeds else None,
-        }
-        points = {f"value {name}": value for name, value in mean_values(last_values(now).values()).items()}
-        points |= {name: value for name, value in ratios.items() if value is not None}
+        points = {}
+        for name in _LINES:
+            if known := [value for row in ranks if (value := getattr(row, name)) is not None]:
+                points[name] = sum(known) / len(known)
+        points |= {f"value {name}": value for name, value in mean_values(last_values(now).values()).items()}
         with self._lock:
             for name, value in points.items():
                 self._lines.setdefault(name, []).append((now[0].time, value))
@@ -230,12 +221,3 @@ class JobView:
             restarts=self._restarts,
             recoveries=self._recoveries,
         )
-
-
-def _mean(shares: Iterable[float | None]) -> float | None:
-    known = [each for each in shares if each is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _most(shares: Iterable[float | None]) -> float | None:
-    return max((each for each in shares if each is not None), default=None)

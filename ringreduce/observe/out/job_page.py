@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import html
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from ringreduce.common.errors import name_ranks
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
 from ringreduce.common.quantities import format_nbytes, format_seconds, plural
-from ringreduce.observe.job.host_uses import HostUsage
 from ringreduce.observe.job.job_view import JobHealth, RankRow
+from ringreduce.observe.seen.metrics import Family
 
 Line = Sequence[tuple[float, float]]
 
-#: The time lines that come first, in this order; all but the first are shares.
-_LINES = {
-    "step_seconds": "time of a step",
-    "communication_ratio": "share of communication",
-    "waiting_ratio": "share of waiting for the last rank",
-    "network_ratio": "busiest network interface",
-    "disk_ratio": "busiest disk",
-}
 _STATES = {
     **{"makes steps": "green", "has made no step": "pale", "is waited for": "amber", "waits": "sky"},
     **{"is silent, or has failed": "orange"},
@@ -30,31 +23,42 @@ _STATES = {
 
 
 def job_page(
-    health: JobHealth, ranks: Sequence[RankRow], hosts: Mapping[str, HostUsage], lines: Mapping[str, Line]
+    health: JobHealth,
+    ranks: Sequence[RankRow],
+    metrics: Sequence[Family],
+    before: Sequence[Family],
+    passed_s: float,
+    lines: Mapping[str, Line],
 ) -> str:
     """Return the page.
 
     Args:
         health: of the job, from `JobView.health`.
         ranks: from `rows`.
-        hosts: from `usage`.
+        metrics: what ``/metrics`` shows.
+        before: the same some seconds ago: of counters, the page has by how much they grow a second.
+        passed_s: these seconds.
         lines: from `JobView.lines`.
     """
     command = " ".join(health.command or ())
-    names = [*(name for name in _LINES if name in lines), *(name for name in lines if name not in _LINES)]
     moments = [moment for line in lines.values() for moment, _ in line]
     span_s = max(moments) - min(moments) if moments else 0.0
+    of_hosts = _cells("host", metrics, before, passed_s)
+    of_ranks = _cells("rank", metrics, before, passed_s)
+    for row in ranks:
+        of_rank = of_ranks[str(row.rank)]
+        of_ranks[str(row.rank)] = {"host": row.host, **of_rank, "waits": row.trouble or row.waiting or ""}
     body = [
         f"<p><code>{html.escape(command)}</code></p>",
         _state(health, ranks),
         f"<h2>Last {_duration(span_s)}</h2>",
-        f'<div class="charts">{"".join(_chart(name, lines[name]) for name in names)}</div>',
+        f'<div class="charts">{"".join(_chart(name, line) for name, line in lines.items())}</div>',
         f"<h2>{plural(health.ranks, 'rank')}</h2>",
         _squares(ranks),
-        f"<h2>{plural(len(hosts), 'host')}</h2>",
-        html_table(_HOST_HEADINGS, (_host_cells(name, host) for name, host in hosts.items())),
+        f"<h2>{plural(len(of_hosts), 'host')}</h2>",
+        _table("host", of_hosts),
         "<h2>Rank by rank</h2>",
-        _table(ranks),
+        _table("rank", of_ranks, words=True),
     ]
     return html_page(f"Job {health.job or 'that begins'}", "\n".join(body))
 
@@ -92,22 +96,21 @@ def _duration(seconds: float) -> str:
 
 def _chart(name: str, line: Line) -> str:
     """Return a time line, from the oldest value to the last, between 0 and the largest; of shares, to 1."""
-    title = _LINES.get(name, name.removeprefix("value "))
     finite = [(moment, value) for moment, value in line if math.isfinite(value)]
     if len(finite) < 2:
         return ""
     values = [value for _, value in finite]
     low = min(0.0, *values)
     most = max(values)
-    high = 1.0 if name in _LINES and name != "step_seconds" else max(most, low + 1e-9)
+    high = 1.0 if name.endswith("_ratio") else max(most, low + 1e-9)
     begin = finite[0][0]
     span = finite[-1][0] - begin or 1.0
     places = [((moment - begin) / span * 300, 60 - (value - low) / (high - low) * 58) for moment, value in finite]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    title = html.escape(title)
-    said = f"<b>{_figure(name, line[-1][1])}</b> <small>at most {_figure(name, most)}</small>"
+    title = html.escape(name.removeprefix("value "))
+    last = f"<b>{_figure(name, line[-1][1])}</b> <small>at most {_figure(name, most)}</small>"
     return (
-        f"<figure><figcaption>{title}: {said}</figcaption>"
+        f"<figure><figcaption>{title}: {last}</figcaption>"
         f'<svg viewBox="0 0 300 62" preserveAspectRatio="none" role="img" aria-label="{title}">'
         f'<polyline points="{points}" fill="none" stroke="{COLOURS["blue"]}" stroke-width="2"'
         ' vector-effect="non-scaling-stroke"/></svg></figure>'
@@ -115,48 +118,40 @@ def _chart(name: str, line: Line) -> str:
 
 
 def _figure(name: str, value: float) -> str:
-    if name == "step_seconds":
-        return format_seconds(value)
-    return f"{value:.0%}" if name in _LINES else f"{value:.4g}"
+    """Write a value of a metric, whose name ends in its unit."""
+    if "ratio" in name:
+        return f"{value:.0%}"
+    if "bytes" in name:
+        return format_nbytes(round(value))
+    return format_seconds(value) if name.endswith("_seconds") else f"{value:.4g}"
 
 
-# ---- hosts ----
-
-_HOST_HEADINGS = ("host", "ranks", "processor", "steal", "memory", "network in, out", "resent", "disk read, written")
+# ---- hosts and ranks ----
 
 
-def _host_cells(name: str, host: HostUsage) -> Sequence[str]:
-    limit = host.memory_limit_nbytes
-    used = host.memory_nbytes
-    network = [
-        f"{each}: {_nbytes(rates.rx_nbytes, rates.tx_nbytes)} ({_share(rates.share)})"
-        for each, rates in host.interfaces.items()
-    ]
-    disks = [
-        f"{each}: {_nbytes(rates.read_nbytes, rates.written_nbytes)}, busy {_share(rates.busy_s)}"
-        for each, rates in host.disks.items()
-    ]
-    return (
-        name,
-        name_ranks(host.ranks).partition(" ")[2],
-        _share(host.processor),
-        _share(host.steal),
-        "-" if used is None or limit is None else f"{format_nbytes(used)} of {format_nbytes(limit)}",
-        "; ".join(network) or "-",
-        "-" if host.retransmitted is None else f"{host.retransmitted:.2%}",
-        "; ".join(disks) or "-",
-    )
+def _cells(
+    label: str, metrics: Sequence[Family], before: Sequence[Family], passed_s: float
+) -> defaultdict[str, dict[str, str]]:
+    """Return the metrics of hosts or ranks: host or rank -> metric, with its other labels -> text."""
+    known = {(name, *labels.values()): value for name, _, _, samples in before for labels, value in samples}
+    cells: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name, kind, _, samples in metrics:
+        for labels, value in samples:
+            others = [text for key, text in labels.items() if key not in ("job", label)]
+            if label not in labels or name == "rank_info":
+                continue
+            text = _figure(name, value)
+            if kind == "counter":
+                growth = (value - known.get((name, *labels.values()), value)) / passed_s if passed_s > 0 else 0.0
+                text = f"{growth:.0%}" if "seconds" in name else f"{_figure(name, growth)}/s"
+            cells[labels[label]][" ".join([name, *others])] = text
+    return cells
 
 
-def _nbytes(*rates: float) -> str:
-    return ", ".join(format_nbytes(round(each)) for each in rates) + "/s"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-# ---- ranks ----
+def _table(label: str, cells: Mapping[str, Mapping[str, str]], *, words: bool = False) -> str:
+    columns = dict.fromkeys(column for texts in cells.values() for column in texts)
+    rows = ((name, *(texts.get(column, "-") for column in columns)) for name, texts in cells.items())
+    return html_table([label, *(column.replace("_", " ") for column in columns)], rows, words=words)
 
 
 def _squares(ranks: Sequence[RankRow]) -> str:
@@ -190,26 +185,3 @@ def _state_of(row: RankRow, awaited: set[int]) -> str:
     if row.waiting:
         return "waits"
     return "makes steps" if row.steps else "has made no step"
-
-
-def _table(ranks: Sequence[RankRow]) -> str:
-    headings = ("rank", "host", "steps", "steps/s", "samples/s", "communication", "waited", "memory", "waits")
-    cells = (
-        (
-            str(each.rank),
-            each.host,
-            str(each.steps),
-            _rate(each.steps_per_second),
-            _rate(each.samples_per_second),
-            _share(each.communication_ratio),
-            _share(each.waiting_ratio),
-            format_nbytes(each.resident_memory_bytes),
-            each.trouble or each.waiting or "",
-        )
-        for each in ranks
-    )
-    return html_table(headings, cells, words=True)
-
-
-def _rate(value: float | None) -> str:
-    return f"{value:.3g}" if value else "-"

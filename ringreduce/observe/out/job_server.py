@@ -11,7 +11,6 @@ from http import HTTPStatus
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.observe.job.gathering import Gathering
-from ringreduce.observe.job.host_uses import usage
 from ringreduce.observe.job.job_view import JobView, rows
 from ringreduce.observe.out.job_page import job_page
 from ringreduce.observe.out.metric_table import families_of_job, prometheus_text
@@ -39,9 +38,11 @@ def serve_job(
 
     def page() -> Answer:
         now = gathering.latest()
+        before = gathering.earlier()
         ranks = rows(now)
-        hosts = usage(now, gathering.earlier())
-        text = job_page(view.health(ranks), ranks, hosts, lines=view.lines())
+        families = families_of_job(view, now), families_of_job(view, before)
+        passed_s = now[0].time - before[0].time if now else 0.0
+        text = job_page(view.health(ranks), ranks, *families, passed_s=passed_s, lines=view.lines())
         return Answer(text, "text/html; charset=utf-8", every_s=_EVERY_S)
 
     def health() -> Answer:

@@ -5,58 +5,12 @@ A name ends with its unit; one that ends with ``_total`` is that of a counter.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from ringreduce.common.instruments import mean_values
 from ringreduce.observe.job.job_view import JobView, last_values, rows
-from ringreduce.observe.seen.metrics import Family, openmetrics
+from ringreduce.observe.seen.metrics import Family, Quantity, openmetrics
 from ringreduce.observe.seen.snapshots import Snapshot
-
-_log = logging.getLogger(__name__)
-
-
-class Quantity(NamedTuple):
-    """A metric.
-
-    Attributes:
-        name: after ``ringreduce_``; behind a blank a label, if there are several values.
-        attributes: of what has it; with a label, by its values.
-        meaning: in a sentence.
-    """
-
-    name: str
-    attributes: str | Mapping[str, str]
-    meaning: str
-
-    def family(self, sources: Iterable[tuple[Mapping[str, str], object]]) -> Family:
-        """Return what is known of it. One that cannot be made is empty, and the others come.
-
-        Args:
-            sources: labels, and what has the attributes.
-        """
-        name, _, label = self.name.partition(" ")
-        pairs = {"": self.attributes} if isinstance(self.attributes, str) else self.attributes
-        samples: list[tuple[Mapping[str, str], float]] = []
-        try:
-            samples = [
-                ({**labels, label: value} if label else labels, +number)
-                for labels, source in sources
-                for value, attribute in pairs.items()
-                if (number := getattr(source, attribute)) is not None
-            ]
-        except (TypeError, ValueError, AttributeError) as error:
-            _complain(name, f"{type(error).__name__}: {error}")
-        return name.removesuffix("_total"), "counter" if name.endswith("_total") else "gauge", self.meaning, samples
-
-
-@cache
-def _complain(name: str, why: str) -> None:
-    """Log once that a metric cannot be made."""
-    _log.error("the metric %s is left out: %s", name, why)
-
 
 #: Of a `RankRow`, which `top` and the page of a job show.
 OF_ROWS = (

@@ -3,38 +3,88 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.instruments import EngineTally, Pace, Tally
 from ringreduce.observe.seen.pace import Slow, find_slow
+
+_log = logging.getLogger(__name__)
 
 #: Of OpenMetrics: a family's name, its type, what it means, and its values with their labels.
 Family = tuple[str, str, str, Iterable[tuple[Mapping[str, str], float]]]
 
 Nodes = Sequence[Sequence[int]]
 
-#: Families of OpenMetrics: name, meaning, and the attribute of `Tally`, or of `Metrics`.
-_TOTALS = (
-    ("collective_calls", "Calls of a collective.", "calls"),
-    ("collective_bytes", "Bytes of this rank's that these were over.", "nbytes"),
-    ("collective_seconds", "How long they took, waiting for other ranks included.", "seconds"),
-)
+
+class Quantity(NamedTuple):
+    """A metric.
+
+    Attributes:
+        name: after ``ringreduce_``; behind a blank a label, if there are several values.
+        attributes: of what has it; with a label, by its values.
+        meaning: in a sentence.
+    """
+
+    name: str
+    attributes: str | Mapping[str, str]
+    meaning: str
+
+    def family(self, sources: Iterable[tuple[Mapping[str, str], object]]) -> Family:
+        """Return what is known of it. One that cannot be made is empty, and the others come.
+
+        Args:
+            sources: labels, and what has the attributes.
+        """
+        name, _, label = self.name.partition(" ")
+        pairs = {"": self.attributes} if isinstance(self.attributes, str) else self.attributes
+        samples: list[tuple[Mapping[str, str], float]] = []
+        try:
+            samples = [
+                ({**labels, label: value} if label else labels, +number)
+                for labels, source in sources
+                for value, attribute in pairs.items()
+                if (number := getattr(source, attribute)) is not None
+            ]
+        except (TypeError, ValueError, AttributeError) as error:
+            _complain(name, f"{type(error).__name__}: {error}")
+        return name.removesuffix("_total"), "counter" if name.endswith("_total") else "gauge", self.meaning, samples
+
+
+@cache
+def _complain(name: str, why: str) -> None:
+    """Log once that a metric cannot be made."""
+    _log.error("the metric %s is left out: %s", name, why)
+
+
 _NESTED = ("collectives", "paces", "slow", "values")
-_PACES = (
-    ("steps_last", "In how many training steps this rank came last.", "last"),
-    ("late_seconds", "How much later than the last but one it came then.", "late_s"),
+#: Of the `Tally` of a collective.
+_OF_COLLECTIVES = (
+    Quantity("collective_calls_total", "calls", "Calls of a collective."),
+    Quantity("collective_bytes_total", "nbytes", "Bytes of this rank's that these were over."),
+    Quantity("collective_seconds_total", "seconds", "How long they took, waiting for other ranks included."),
 )
-#: Where the time of training steps went, and the attribute of `Pace`.
-_SPENT = {"own": "own_s", "input": "loading_s", "waiting": "waited_s"}
-_SINGLES = (
-    ("operations", "Asynchronous operations and optimizer steps that have come to an end.", "operations"),
-    ("operation_batches", "In how many pieces these ran.", "batches"),
-    ("operation_seconds", "How long these took.", "operations_s"),
-    ("overlapped_seconds", "How much of that while the program did something else.", "overlapped_s"),
+#: Of `Metrics`.
+_OF_OPERATIONS = (
+    Quantity("operations_total", "operations", "Asynchronous operations and optimizer steps that have come to an end."),
+    Quantity("operation_batches_total", "batches", "In how many pieces these ran."),
+    Quantity("operation_seconds_total", "operations_s", "How long these took."),
+    Quantity("overlapped_seconds_total", "overlapped_s", "How much of that while the program did something else."),
+)
+#: Of the `Pace` of this rank.
+_OF_STEPS = (
+    Quantity("steps_last_total", "last", "In how many training steps this rank came last."),
+    Quantity("late_seconds_total", "late_s", "How much later than the last but one it came then."),
+    Quantity(
+        "spent_seconds_total on",
+        {"own": "own_s", "input": "loading_s", "waiting": "waited_s"},
+        "Where the time of training steps went.",
+    ),
 )
 
 
@@ -123,16 +173,13 @@ class Metrics:
             rank: becomes a label.
         """
         mine = {"rank": str(rank)}
-        families: list[Family] = []
-        for name, meaning, part in _TOTALS:
-            samples = [({"collective": key, **mine}, getattr(each, part)) for key, each in self.collectives.items()]
-            families.append((name, "counter", meaning, samples))
-        for name, meaning, part in _SINGLES:
-            families.append((name, "counter", meaning, [(mine, getattr(self, part))]))
-        if (pace := self.paces.get(rank)) is not None:
-            families += [(name, "counter", meaning, [(mine, getattr(pace, part))]) for name, meaning, part in _PACES]
-            spent = [({**mine, "on": on}, getattr(pace, part)) for on, part in _SPENT.items()]
-            families.append(("spent_seconds", "counter", "Where the time of training steps went.", spent))
+        of_collectives = [({"collective": name, **mine}, total) for name, total in self.collectives.items()]
+        of_steps = [(mine, self.paces[rank])] if rank in self.paces else []
+        families = [
+            *(each.family(of_collectives) for each in _OF_COLLECTIVES),
+            *(each.family([(mine, self)]) for each in _OF_OPERATIONS),
+            *(each.family(of_steps) for each in _OF_STEPS if of_steps),
+        ]
         if self.values:
             values = [({"name": name, **mine}, each) for name, each in self.values.items()]
             families.append(("value", "gauge", "What the program has reported last.", values))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import ClassVar
 
 _SECTOR_NBYTES = 512  # in /proc/diskstats, whatever the device has
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -20,23 +19,19 @@ _HOST_TIMES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "st
 class InterfaceCounters:
     """What an interface of the network has received and sent, and what it carries a second; None: unknown."""
 
-    GROWING: ClassVar = ("rx_nbytes", "tx_nbytes")
-
     speed_bits: int | None
     rx_nbytes: float
     tx_nbytes: float
 
-    @property
-    def share(self) -> float | None:
-        """Where these are rates: the share of the speed."""
-        return 8 * max(self.rx_nbytes, self.tx_nbytes) / self.speed_bits if self.speed_bits else None
+    def share_since(self, before: InterfaceCounters, seconds: float) -> float:
+        """Return which share of the speed was used since so many seconds ago; 0 where the speed is not known."""
+        nbytes = max(self.rx_nbytes - before.rx_nbytes, self.tx_nbytes - before.tx_nbytes)
+        return 8 * nbytes / seconds / self.speed_bits if self.speed_bits else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCounters:
     """What was read from a disk and written to it, and for how long it was busy."""
-
-    GROWING: ClassVar = ("read_nbytes", "written_nbytes", "busy_s")
 
     read_nbytes: float
     written_nbytes: float
