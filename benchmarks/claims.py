@@ -1,4 +1,4 @@
-"""Measure the figures that docs/speed.md states, and say which hold; claims.toml lists them.
+"""Measure the figures that docs/benchmarks.md states, and say which hold; claims.toml lists them.
 
 Run it as scripts/claims, which has the environment it needs:
 
@@ -10,6 +10,7 @@ Run it as scripts/claims, which has the environment it needs:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = Path(__file__).with_name("claims.toml")
 HEAD = f"{'claim':<40}{'limit':>10}  {'measured':>10}  {'of bound':>8}"
+SIZE = re.compile(r"\d+ [KM]?i?B")
 FIGURE = re.compile(r"(?P<sign>[≥≤]) (?P<number>[0-9.]+) ?(?P<unit>x|%|us)")
 
 
@@ -194,16 +196,21 @@ def line(verdict: Verdict) -> str:
 
 
 def markdown(claims: Sequence[Claim]) -> str:
-    """Return the tables that the document carries: claims with the same rows stand side by side."""
+    """Return the tables that the document carries: columns that have a row in common are in one table."""
     figures: dict[str, dict[str, str]] = {}  # by column and row
     for claim in claims:
         figures.setdefault(claim.column, {})[claim.row] = claim.figure
-    tables: dict[tuple[str, ...], list[str]] = {}
-    for column, by_row in figures.items():
-        tables.setdefault(tuple(by_row), []).append(column)
+    tables: list[list[str]] = []  # the columns of each
+    for column in figures:
+        related = [table for table in tables if any(figures[column].keys() & figures[name].keys() for name in table)]
+        tables = [table for table in tables if table not in related] + [[*itertools.chain(*related), column]]
+    tables.sort(key=lambda columns: [*figures].index(columns[0]))
     text = []
-    for names, columns in tables.items():
-        rows = [[name, *(figures[column][name] for column in columns)] for name in names]
+    for columns in tables:
+        names = list(dict.fromkeys(name for column in columns for name in figures[column]))
+        if all(map(SIZE.fullmatch, names)):
+            names.sort(key=lambda name: parse_nbytes(name.replace(" ", "")))
+        rows = [[name, *(figures[column].get(name, "") for column in columns)] for name in names]
         lines = [f"| {' | '.join(cells)} |\n" for cells in [["", *columns], *rows]]
         text.append("".join([lines[0], "|---|" + "--:|" * len(columns) + "\n", *lines[1:]]))
     return "\n".join(text)

@@ -25,7 +25,7 @@ MODELS = {"MLP": "MLP, 25 M parameters", "CNN": "CNN, 80 convolutions"}
 _RUNS = "2 ranks on 2 cores, lowest and (paler) highest of several runs"
 OURS, OTHERS = (COLOURS["blue"], COLOURS["amber"]), COLOURS["grey"]
 #: Of the curves of accuracy, the rows of the table in each panel; the first row is in both.
-LOCAL = {"fewer exchanges": slice(1, 4), "late averages": slice(4, 7)}
+LOCAL = {"fewer exchanges": slice(1, 4), "delayed gradients": slice(4, 7)}
 
 
 def allreduces() -> dict[str, Any]:

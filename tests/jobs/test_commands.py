@@ -75,7 +75,6 @@ ELSEWHERE = {
     "docs/slow.md: ringreduce run -np 2 --report after.json": "the line before it, with another name",
     "docs/observe.md: mpirun -np 2 python -m ringreduce doctor": "tests/jobs/test_doctor_job.py",
     "docs/failures.md: srun": "takes Slurm; tests/clusters/test_slurm.py",
-    "docs/speed.md: mpirun -np 2 python benchmarks/asynchronous.py": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench all --report": "tests/jobs/test_bench_job.py",
     "docs/tuning.md: mpirun -np 2 python -m ringreduce bench allreduce": "tests/jobs/test_bench_job.py, with less",
     "docs/simulate.md: mpirun -np 4 python -m ringreduce bench allreduce": "tests/jobs/test_bench_job.py, on 2 ranks",

@@ -1,4 +1,4 @@
-"""docs/speed.md states what benchmarks/claims.toml lists, and the list is measured as it says."""
+"""docs/benchmarks.md states what benchmarks/claims.toml lists, and the list is measured as it says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import claims
 import pytest
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "speed.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 RUNS = claims.load()
 CLAIMS = [claim for run in RUNS.values() for claim in run.claims]
 
