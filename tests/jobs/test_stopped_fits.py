@@ -1,4 +1,4 @@
-"""The programs of docs/failures.md that train by a `fit` of Keras or Lightning, asked to stop in the midst of it."""
+"""The examples that train by a `fit` of Keras or Lightning, asked to stop in the midst of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import launching
 import pytest
-from documents import ROOT, blocks
+from documents import ROOT
 from launching import RINGREDUCE, needs
 
 STOPPED = os.EX_TEMPFAIL
@@ -50,9 +50,7 @@ def test_a_fit_that_is_stopped_goes_on_behind_its_last_batch(
 ) -> None:
     """No step is lost or repeated, and the weights have the bits of a training that nothing has stopped."""
     needs(*filter(None, (framework, backend)))
-    (source,) = (text for _, text in blocks(ROOT / "docs" / "failures.md", "python") if f"import {framework}\n" in text)
-    program = tmp_path / "train.py"
-    program.write_text(source)
+    program = ROOT / "examples" / f"{framework}_stops.py"
     assert train(tmp_path / "undisturbed", program, backend) == 0
     statuses = [train(tmp_path / "stopped", program, backend, *warnings) for _ in range(len(warnings) + 1)]
     assert statuses == [STOPPED] * len(warnings) + [0]
