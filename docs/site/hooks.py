@@ -61,6 +61,7 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SETUP = re.compile(r"^<!-- example: setup\n.*?^-->\n", re.MULTILINE | re.DOTALL)  # for tests/unit/test_docs.py alone
 DRAWING = re.compile(r"<!-- drawing: (\w+) (\w+) (\d+)x(\d+) -->")
+ENTRY = re.compile(r"^(::: \S+\n)(?!    options:)", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -83,6 +84,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.generated_by is None:
         markdown = _linked(markdown, posixpath.dirname(f"docs/{page.file.src_uri}"), f"docs/{page.file.src_uri}")
     markdown = SETUP.sub("", markdown)
+    if page.file.src_uri.startswith("reference/"):  # entries of a section have headings below its own
+        before, section, below = markdown.partition("\n## ")
+        markdown = before + section + ENTRY.sub(r"\1    options:\n      heading_level: 3\n", below)
     page.meta["tags"] = SOUGHT.get(page.file.src_uri, [])
     page.meta["search"] = {
         "boost": next((less for path, less in BEHIND.items() if page.file.src_uri.startswith(path)), 1)

@@ -1,4 +1,4 @@
-"""Draw docs/steps.svg and docs/speed.svg (of the README) and docs/local.svg from the tables of docs/benchmarks.md.
+"""Draw docs/steps.svg and docs/speed.svg (of the README) from docs/benchmarks.md, docs/local.svg from accuracies.json.
 
 python docs/site/speed.py            needs matplotlib ('.[plot]'); measures nothing
 python docs/site/speed.py --check    exit with 1 if a picture was drawn from other figures than are there now
@@ -62,12 +62,9 @@ def span(text: str) -> list[float]:
 
 
 def accuracies() -> dict[str, list[float]]:
-    """Return the percentages of the curves after each epoch, from the page of benchmarks, by method."""
-    page = page_of("benchmarks.md")
-    text = page[page.index("The CNN of `benchmarks/mnist.py`, 62 steps in an epoch") :]
-    lines = next(part for part in text.split("\n\n") if part.startswith("|")).splitlines()[2:]
-    rows = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
-    return {name: [float(each) for each in cells] for name, *cells in rows}
+    """Return the percentages of the curves after each epoch, by method: docs/site/accuracies.json."""
+    found: dict[str, list[float]] = json.loads((DOCS / "site" / "accuracies.json").read_text(encoding="utf-8"))
+    return found
 
 
 def draw_allreduces(drawn: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from documents import ROOT, name_of, run_example, titled
 torch = pytest.importorskip("torch")
 
 PAGE = ROOT / "docs" / "recipes" / "trainings.md"
+SOURCES = {"schnet.py": (ROOT / "examples" / "schnet.py").read_text(encoding="utf-8"), **titled(PAGE)}
 
 
 def loss_of_atoms(recipe: ModuleType, model: torch.nn.Module, graphs: list) -> torch.Tensor:
@@ -34,7 +35,7 @@ RECIPES: list[tuple[str, str, Callable[..., torch.optim.Optimizer], Callable[...
 @pytest.mark.parametrize(("file", "data", "make", "loss_of"), RECIPES, ids=[each[0] for each in RECIPES])
 def test_unequal_batches_make_the_weights_of_one_process(file: str, data: str, make, loss_of) -> None:
     """The program as printed, on any number of ranks: each atom and token counts the same in each step."""
-    recipe = run_example(PAGE, f"{name_of(PAGE)}:{file}", titled(PAGE)[file])
+    recipe = run_example(PAGE, f"{name_of(PAGE)}:{file}", SOURCES[file])
 
     torch.manual_seed(0)
     model = type(recipe.model)().double()
