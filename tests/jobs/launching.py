@@ -32,6 +32,11 @@ class Job(NamedTuple):
     stderr: str
     seconds: float
 
+    def well(self) -> Job:
+        """Return itself, of a job that has ended well."""
+        assert self.returncode == 0, self.stdout + self.stderr
+        return self
+
 
 def needs(*libraries: str) -> None:
     """Skip the test, or at module level the file, where one of some libraries is not installed.
@@ -101,6 +106,5 @@ def run_together(ranks: int, folder: Path, scripts: dict[str, list[str]], **envi
         scripts: by a name, each with its arguments.
         environment: variables, as for `run`.
     """
-    job = run_job(ranks, PROGRAMS / "together.py", folder, json.dumps(scripts), **environment)
-    assert job.returncode == 0, job.stderr
+    run_job(ranks, PROGRAMS / "together.py", folder, json.dumps(scripts), **environment).well()
     return {name: "".join((folder / f"{name}-{rank}").read_text() for rank in range(ranks)) for name in scripts}

@@ -56,8 +56,7 @@ def test_an_attacked_message_is_an_error_on_all_ranks(
     ranks: int, phase: str, actions: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Within the time limit; none has a wrong number. Rank 0 records it, and the next world works."""
-    done = run(tmp_path, "mpirun", "-np", ranks, sys.executable, PROGRAMS / "attacked.py", phase, *actions)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, "mpirun", "-np", ranks, sys.executable, PROGRAMS / "attacked.py", phase, *actions).well()
     cases = [line.split() for line in done.stdout.splitlines()]
     kinds = ("exchange",) if phase == "init" else ("data", "note")
     assert {(case[1], case[2]) for case in cases} == {(kind, action) for kind in kinds for action in actions}
@@ -143,8 +142,7 @@ def test_an_attacked_recovery_is_an_error_on_all_survivors(
 ) -> None:
     """A rank has died, and the others agree on a new key; then they try again, and their numbers are right."""
     words = (RINGREDUCE, "run", "--elastic", "-np", ranks, sys.executable, "-c", RECOVERING, action, place, victim)
-    done = run(tmp_path, *words, RINGREDUCE_TIMEOUT="3")
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, *words, RINGREDUCE_TIMEOUT="3").well()
     said = [line.split() for line in sorted(done.stdout.splitlines())]
     assert [each[:2] for each in said] == [[str(rank), str(ranks - 1)] for rank in range(ranks - 1)], done.stderr
     assert all(each[2:] for each in said), done.stdout
@@ -178,8 +176,7 @@ if last:
 def test_two_jobs_with_one_key_cannot_talk_to_each_other(tmp_path: Path) -> None:
     """What a rank has sent in one job comes in place of what it sends in another one: all of it, or a part."""
     job = ("mpirun", "-np", 2, sys.executable, "-c", REPLAYING, tmp_path / "sent")
-    done = run(tmp_path, *job)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, *job).well()
     assert refused(tmp_path) == []
     for kinds, said in (
         (("exchange", "note", "data"), "or they belong to another job"),

@@ -118,14 +118,12 @@ def test_a_job_that_is_started_again_continues_the_chain(tmp_path: Path) -> None
     path, key_file = tmp_path / "audit", tmp_path / "key"
     write_secret(key_file)
     job = (RINGREDUCE, "run", f"--encrypt={key_file}", "--max-restarts", 1, "-np", 2, sys.executable, "-c", RESTARTING)
-    done = run(*job, RINGREDUCE_AUDIT=str(path))
-    assert done.returncode == 0, done.stderr
+    run(*job, RINGREDUCE_AUDIT=str(path)).well()
     found = examine(path.read_bytes())
     assert (found.wrong, found.cut) == (None, [3])
     said = [(each["event"], each["facts"].get("restart")) for each in found.lines if each["event"] != "failed"]
     assert said == [("begin", 0), ("mine", 0), ("begin", 1), ("mine", 1), ("end", None)]
-    shown = run(RINGREDUCE, "audit", "show", path)
-    assert shown.returncode == 0
+    shown = run(RINGREDUCE, "audit", "show", path).well()
     assert "line 3 was cut off: the process that wrote it was killed" in shown.stdout
     verified = run(RINGREDUCE, "audit", "verify", path, "--key", key_file)
     assert (verified.returncode, "signed: each line" in verified.stdout) == (0, True), verified.stdout

@@ -31,8 +31,7 @@ def rows(text: str) -> list[list[str]]:
 
 def test_table_of_two_ranks(mpirun: Run):
     """The table parses like that of nccl-tests: one row per size, numbers in the standard columns, nothing wrong."""
-    done = mpirun(2, "bench", "allreduce", "-b", "8", "-e", "1M", "-f", "64", "-n", "5", "--vs", "mpi")
-    assert done.returncode == 0, done.stderr
+    done = mpirun(2, "bench", "allreduce", "-b", "8", "-e", "1M", "-f", "64", "-n", "5", "--vs", "mpi").well()
     table = rows(done.stdout)
     assert [row[0] for row in table] == ["8", "512", "32768", "1048576"]
     for row in table:
@@ -50,11 +49,10 @@ def test_all_algorithms_on_shared_buffers(mpirun: Run, tmp_path):
     """--algorithm all measures several algorithms, and -J gets them all with the peers' figures."""
     needs("torch")
     path = tmp_path / "report.json"
-    done = mpirun(
+    mpirun(
         *(2, "bench", "allreduce", "-b", "64K", "-e", "64K", "-n", "3", "--algorithm", "all", "--buffers", "shared"),
         *("--vs", "mpi,gloo", "-J", str(path)),
-    )
-    assert done.returncode == 0, done.stderr
+    ).well()
     report = json.loads(path.read_text())
     assert report["config"]["nranks"] == 2
     assert report["config"]["mpi_library"]
@@ -81,8 +79,7 @@ def test_wrong_use_is_said_once(mpirun: Run):
 )
 def test_one_rank_speaks(mpirun: Run, arguments: tuple[str, ...], text: str):
     """Rank 0 speaks for all, also when it only explains the options."""
-    done = mpirun(2, *arguments)
-    assert done.returncode == 0, done.stderr
+    done = mpirun(2, *arguments).well()
     assert done.stdout.count(text) == 1
 
 
@@ -90,16 +87,14 @@ def test_asynchronous_operations(run_job: Run, tmp_path: Path):
     """The benchmark has the latency of one operation and the time of many, and verifies both."""
     needs("torch")
     path = tmp_path / "figures.json"
-    done = run_job(2, str(BENCHMARKS / "asynchronous.py"), "-n", "5", "-J", str(path))
-    assert done.returncode == 0, done.stderr
+    run_job(2, str(BENCHMARKS / "asynchronous.py"), "-n", "5", "-J", str(path)).well()
     assert [(each["operations"], each["nbytes"]) for each in json.loads(path.read_text())] == [(1, 4), (160, 65536)]
 
 
 def test_overlap(run_job: Run) -> None:
     """The benchmark measures each library alone and beside a computation, and verifies its sums."""
     needs("torch")
-    done = run_job(2, str(BENCHMARKS / "overlap.py"), "--vs", "mpi,gloo", "-n", "3", "8", "64K")
-    assert done.returncode == 0, done.stderr
+    done = run_job(2, str(BENCHMARKS / "overlap.py"), "--vs", "mpi,gloo", "-n", "3", "8", "64K").well()
     sizes = [row[:3] for row in rows(done.stdout)[1:]]
     assert sizes == [[*size.split(), name] for size in ("8 B", "64 KiB") for name in ("ringreduce", "mpi", "gloo")]
 
@@ -107,8 +102,7 @@ def test_overlap(run_job: Run) -> None:
 def test_recovery() -> None:
     """The benchmark kills the last rank until one is left."""
     line = [RINGREDUCE, "run", "--elastic", "-np", 3, sys.executable, BENCHMARKS / "recovery.py"]
-    done = launching.run(*line, limit_s=100)
-    assert done.returncode == 0, done.stderr
+    done = launching.run(*line, limit_s=100).well()
     assert [row[0] for row in rows(done.stdout)] == ["left", "2", "1"]
 
 
@@ -117,8 +111,7 @@ def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) ->
     needs("matplotlib")
     page, picture = tmp_path / "report.html", tmp_path / "allreduce.svg"
     few = ["-b", "8", "-e", "4K", "-f", "512", "-n", "5", "-w", "1", "--vs", "mpi"]
-    done = mpirun(2, "bench", "all", *few, "--report", str(page), "--format", "json")
-    assert done.returncode == 0, done.stderr
+    done = mpirun(2, "bench", "all", *few, "--report", str(page), "--format", "json").well()
     reports = json.loads(done.stdout)
     assert [each["config"]["collective"] for each in reports] == list(COLLECTIVES)
     assert not any(result["nwrong"] for report in reports for result in report["results"])
@@ -126,8 +119,7 @@ def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) ->
     assert text.count("<svg") == len(COLLECTIVES)
     assert all(f"<h2>{name}</h2>" in text for name in COLLECTIVES)
     assert done.stderr.count(f"bench: wrote {page}\n") == 1
-    done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture))
-    assert done.returncode == 0, done.stderr
+    done = mpirun(2, "bench", "allreduce", *few, "--plot", str(picture)).well()
     assert done.stderr.count(f"bench: wrote {picture}\n") == 1
     assert "<svg" in picture.read_text()
     done = mpirun(2, "bench", "all", "-b", "8", "-e", "8", "-n", "2", "-w", "0", "--format", "csv")

@@ -79,8 +79,7 @@ def test_a_rank_that_stops_while_the_others_look_who_is_left_is_killed(tmp_path:
     program = tmp_path / "train.py"
     program.write_text(DIES_IN_TRAINING)
     options = ["-x", "RINGREDUCE_TIMEOUT=3", sys.executable, program, "stops in the recovery"]
-    done = run("--elastic", "-np", 4, *options)
-    assert done.returncode == 0, done.stderr
+    done = run("--elastic", "-np", 4, *options).well()
     assert done.stdout.splitlines() == ["2 14.0"] * 2
     assert "rank 2 of the job does not respond, and is killed" in done.stderr
 
@@ -152,8 +151,7 @@ def test_ranks_may_write_their_errors_elsewhere(
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "train.py"
     program.write_text(DIES_IN_TRAINING)
-    done = run("--elastic", "-np", 3, *between, sys.executable, program)
-    assert done.returncode == 0, done.stderr
+    done = run("--elastic", "-np", 3, *between, sys.executable, program).well()
     assert done.stdout.splitlines() == ["2 12.0"] * 2
     assert "has died before" not in done.stderr
 
@@ -179,8 +177,7 @@ def test_what_a_rank_prints_is_no_message(tmp_path: Path, options: tuple[object,
     """Though it be word for word what a rank tells the launcher: the text may come from anybody's data."""
     program = tmp_path / "train.py"
     program.write_text(PRINTS_MESSAGES)
-    done = run(*options, "-np", 2, sys.executable, program)
-    assert done.returncode == 0, done.stderr
+    done = run(*options, "-np", 2, sys.executable, program).well()
     assert done.stdout.count("well 2.0") == 2
     assert not re.search("^ringreduce: .*(died|again|ended|stall)", done.stderr.replace("\x1eringreduce", ""), re.M)
 
@@ -205,8 +202,7 @@ def test_a_rank_that_does_not_come_to_init_ends_the_attempt(tmp_path: Path, deat
     program.write_text(DIES_BEFORE_INIT.format(death=death))
     options = [*(str(tmp_path / each) if each == "logs" else each for each in log), "--max-restarts", 1]
     limit_s = 3 if "stdin" in death else 100
-    done = run("--elastic", "-np", 3, "--start-timeout", limit_s, *options, sys.executable, program)
-    assert done.returncode == 0, done.stderr
+    done = run("--elastic", "-np", 3, "--start-timeout", limit_s, *options, sys.executable, program).well()
     assert done.stdout.splitlines()[-1] == "[0, 1, 2]"
     if "stdin" not in death:
         assert "rank 1 has died before all ranks came to init(), so the job is ended" in done.stderr
@@ -296,8 +292,7 @@ def test_ddp_goes_on_without_ranks() -> None:
     The others end as one process does with what they have seen.
     """
     needs("torch")
-    done = run("--elastic", "-np", 4, sys.executable, "-c", DDP)
-    assert done.returncode == 0, done.stderr
+    done = run("--elastic", "-np", 4, sys.executable, "-c", DDP).well()
     assert sorted(re.findall("all is well on . of .", done.stdout)) == [
         "all is well on 0 of 2",
         "all is well on 1 of 2",
@@ -371,8 +366,7 @@ def test_ranks_that_update_parts_go_on_without_some(shard: str, optimizer: str, 
     The others end as one process does with what they have seen.
     """
     needs("torch")
-    done = run("--elastic", "-np", 4, sys.executable, "-c", SHARDED, shard, optimizer, moment)
-    assert done.returncode == 0, done.stderr
+    done = run("--elastic", "-np", 4, sys.executable, "-c", SHARDED, shard, optimizer, moment).well()
     assert sorted(re.findall("all is well on . of .", done.stdout)) == [
         "all is well on 0 of 2",
         "all is well on 1 of 2",
@@ -434,8 +428,7 @@ print("all is well on", hvd.rank(), "of", hvd.size(), flush=True)
 def test_what_the_other_replicas_have_learnt_stays(death: int) -> None:
     """A rank dies in the midst of a period: the others go on from the average of what each has learnt in it."""
     needs("torch")
-    done = run("--elastic", "-np", 3, sys.executable, "-c", REPLICAS.replace("DEATH", str(death)))
-    assert done.returncode == 0, done.stderr
+    done = run("--elastic", "-np", 3, sys.executable, "-c", REPLICAS.replace("DEATH", str(death))).well()
     assert sorted(re.findall("all is well on . of .", done.stdout)) == [
         "all is well on 0 of 2",
         "all is well on 1 of 2",

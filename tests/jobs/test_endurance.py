@@ -30,5 +30,4 @@ def test_random_calls_end_as_they_must(tmp_path: Path) -> None:
 )
 def test_memory_does_not_grow(run_job, what: str, times: int, node_size: str) -> None:
     """Whatever is done again and again; tests/jobs/programs/memory.py does it any number of times."""
-    job = run_job(2, str(PROGRAMS / "memory.py"), what, str(times), RINGREDUCE_NODE_SIZE=node_size)
-    assert job.returncode == 0, job.stdout + job.stderr
+    run_job(2, str(PROGRAMS / "memory.py"), what, str(times), RINGREDUCE_NODE_SIZE=node_size).well()

@@ -45,8 +45,7 @@ def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
             """
         )
     )
-    done = run(sys.executable, program)
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, program).well()
 
 
 def test_the_cells_of_the_documents_run(tmp_path: Path) -> None:
@@ -63,8 +62,7 @@ def test_the_cells_of_the_documents_run(tmp_path: Path) -> None:
         "    failed, tried = doctest.testfile('called.txt', globs={'train': cell.train})\n"
         "    sys.exit(failed or tried < 3)\n"
     )
-    done = run(sys.executable, program, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(sys.executable, program, cwd=tmp_path).well()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

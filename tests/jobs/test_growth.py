@@ -113,8 +113,7 @@ def test_a_job_grows_when_there_are_more_slots(tmp_path: Path, command: str) -> 
     script = script_in(tmp_path, "localhost:2\n")
     arguments = ["-np", 2, "--max-np", 3, "--host-discovery-script", script]
     by_itself = ["by itself"] if command == "horovodrun" else []
-    done = run(tmp_path, arguments, "more slots", 3, *by_itself, command=command)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, arguments, "more slots", 3, *by_itself, command=command).well()
     said = ["2 ranks from step 0", "3 ranks from step 6", "3 ranks have seen each row {3} times"]
     assert done.stdout.splitlines() == said
     assert "there are slots for 3 ranks, and 2 live" in done.stderr
@@ -124,23 +123,20 @@ def test_a_job_grows_when_there_are_more_slots(tmp_path: Path, command: str) -> 
 def test_a_job_leaves_slots_that_are_no_longer_there(tmp_path: Path) -> None:
     """With what the ranks there have done."""
     script = script_in(tmp_path, "localhost:3\n")
-    done = run(tmp_path, ["-np", 3, "--host-discovery-script", script], "more slots", 2)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, ["-np", 3, "--host-discovery-script", script], "more slots", 2).well()
     said = ["3 ranks from step 0", "2 ranks from step 6", "2 ranks have seen each row {3} times"]
     assert done.stdout.splitlines() == said
 
 
 def test_a_job_that_has_failed_starts_where_slots_count_again(tmp_path: Path) -> None:
     """With too few ranks left, and no commit on disk, from the start."""
-    done = run(tmp_path, ["-np", 2, "--min-np", 2, "--max-restarts", 1, "--cooldown", 0.5], "a death", 2)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, ["-np", 2, "--min-np", 2, "--max-restarts", 1, "--cooldown", 0.5], "a death", 2).well()
     assert done.stdout.splitlines() == ["2 ranks from step 0"] * 2 + ["2 ranks have seen each row {3} times"]
 
 
 def test_a_dead_rank_is_replaced(tmp_path: Path) -> None:
     """On one machine, whose slots count again at once; until then the other goes on."""
-    done = run(tmp_path, ["-np", 2, "--cooldown", 0], "a death", 2)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, ["-np", 2, "--cooldown", 0], "a death", 2).well()
     said = ["2 ranks from step 0", "1 ranks from step 6", "2 ranks from step 6", "2 ranks have seen each row {3} times"]
     assert done.stdout.splitlines() == said
 
@@ -158,8 +154,7 @@ def test_a_program_without_commits_on_disk_goes_on(tmp_path: Path) -> None:
     """It is told what growth takes, once, and ends as if nothing had happened."""
     script = script_in(tmp_path, "localhost:2\n")
     arguments = ["-np", 2, "--max-np", 3, "--host-discovery-script", script]
-    done = run(tmp_path, arguments, "more slots", 3, "no commits")
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, arguments, "more slots", 3, "no commits").well()
     assert done.stdout.splitlines() == ["2 ranks from step 0", "2 ranks have seen each row {3} times"]
     assert done.stderr.count("call state.keep_on_disk(folder) before the training") == 1
 
@@ -190,6 +185,5 @@ else:
 
 def test_spawned_ranks_are_told_that_deaths_are_not_noticed() -> None:
     """Once, by the first of them."""
-    done = launching.run(launching.RINGREDUCE, "run", "--elastic", "-np", 1, sys.executable, "-c", SPAWN, SPAWN)
-    assert done.returncode == 0, done.stderr
+    done = launching.run(launching.RINGREDUCE, "run", "--elastic", "-np", 1, sys.executable, "-c", SPAWN, SPAWN).well()
     assert done.stderr.count("does not report when one of them dies") == 1

@@ -24,8 +24,7 @@ def test_the_synthetic_benchmark_runs_as_it_stands(run_job, ranks: int, options:
     """A script that imports horovod.torch trains, and rank 0 alone prints rates per rank and in total."""
     needs("torch")
     short = ["--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "2"]
-    job = run_job(ranks, "-m", "ringreduce.horovod", str(EXAMPLES / "synthetic_benchmark.py"), *short, *options)
-    assert job.returncode == 0, job.stderr
+    job = run_job(ranks, "-m", "ringreduce.horovod", str(EXAMPLES / "synthetic_benchmark.py"), *short, *options).well()
     assert len(re.findall(r"^Iter #\d: [\d.]+ img/sec per rank$", job.stdout, re.MULTILINE)) == 2
     (each,) = re.findall(r"^Img/sec per rank: ([\d.]+) \+-[\d.]+$", job.stdout, re.MULTILINE)
     (total,) = re.findall(rf"^Total img/sec on {ranks} rank\(s\): ([\d.]+) \+-[\d.]+$", job.stdout, re.MULTILINE)
@@ -50,8 +49,7 @@ def test_variables_of_horovod_reach_the_job(run_job) -> None:
         HOROVOD_DYNAMIC_PROCESS_SETS="1",
         HOROVOD_CYCLE_TIME="0.1",
         HOROVOD_AUTOTUNE="1",
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     assert job.stdout.splitlines() == ["65536 7.0 40.0 WARNING"] * 2
     assert job.stderr.count("HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME") == 1
     assert job.stderr.count("HOROVOD_") == 2
@@ -126,7 +124,7 @@ def run_script(tmp_path: Path) -> Callable[[str], Job]:
 def test_run_returns_results_in_the_order_of_ranks(run_script, tmp_path: Path) -> None:
     """Functions and classes of the script and of modules beside it reach the ranks and come back; nothing is left."""
     needs("torch")
-    done = run_script(
+    run_script(
         f"""
         import tempfile
         tempfile.tempdir = {str(tmp_path / "temporary")!r}
@@ -137,8 +135,7 @@ def test_run_returns_results_in_the_order_of_ranks(run_script, tmp_path: Path) -
         assert "mpi4py" not in sys.modules and not rr.is_initialized()
         assert os.listdir(tempfile.tempdir) == []
         """
-    )
-    assert done.returncode == 0, done.stderr
+    ).well()
 
 
 def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
@@ -155,8 +152,7 @@ def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
         assert run(place, (), {}, 2, *positions) == [("0", "horovod"), ("1", "horovod")]
         assert sorted(os.listdir("logs")) == ["rank-0.log", "rank-1.log"]
         """
-    )
-    assert done.returncode == 0, done.stderr
+    ).well()
     assert done.stderr.count("use_gloo has no meaning here") == 1
     assert done.stderr.count("disable_cache has no meaning here") == 1
     assert done.stderr.count("import work; work()") == 1
@@ -183,8 +179,7 @@ def test_run_raises_what_a_rank_failed_of(run_script, function: str, complaint: 
         except HorovodInternalError as error:
             print(error)
         """
-    )
-    assert done.returncode == 0, done.stderr
+    ).well()
     assert re.search(complaint, done.stdout, re.DOTALL), done.stdout
 
 
@@ -208,8 +203,7 @@ def test_run_refuses_what_cannot_work(run_script) -> None:
             else:
                 raise AssertionError(call)
         """
-    )
-    assert done.returncode == 0, done.stderr
+    ).well()
     assert "'none' does not exist" in done.stderr
     assert "--min-np 3 is more than" in done.stderr
     assert "there is no program /none/python" in done.stderr
@@ -217,8 +211,7 @@ def test_run_refuses_what_cannot_work(run_script) -> None:
 
 def test_run_starts_elastic_jobs(run_script) -> None:
     """They go on without a rank that dies, and return what the others did."""
-    done = run_script("print(horovod.run(go_on, (), {}, 3, 2, 3))")
-    assert done.returncode == 0, done.stderr
+    done = run_script("print(horovod.run(go_on, (), {}, 3, 2, 3))").well()
     assert done.stdout == "[(2, 5), (2, 5)]\n"
 
 

@@ -53,8 +53,7 @@ def test_training_goes_on_when_a_rank_dies_in_a_compiled_step(tmp_path: Path) ->
     """Two steps of three ranks and three of two, each of which adds half of the number of ranks."""
     (tmp_path / "train.py").write_text(HEAD + ELASTIC)
     options = ["-x", "RINGREDUCE_TIMEOUT=10", sys.executable, tmp_path / "train.py"]
-    done = launching.run(sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", 3, *options, limit_s=60)
-    assert done.returncode == 0, done.stderr
+    done = launching.run(sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", 3, *options, limit_s=60).well()
     assert done.stdout.splitlines() == ["2 -6.0"] * 2
 
 

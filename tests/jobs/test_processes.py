@@ -57,8 +57,7 @@ def test_workers_of_every_start_method_know_their_rank(run_job, tmp_path: Path, 
     """They get the numbers of the rank that started them, cannot communicate, and do the ranks no harm."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    job = run_job(ranks, str(script))
-    assert job.returncode == 0, job.stderr
+    job = run_job(ranks, str(script)).well()
     assert job.stdout.count("well") == ranks
 
 
@@ -83,8 +82,7 @@ def test_what_a_forked_process_does_is_its_own(run_job) -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert rr.allreduce(buffer, out=buffer).tolist() == [1.0] * 5
         """,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     assert "ending the job" not in job.stderr
 
 
@@ -126,8 +124,7 @@ if __name__ == "__main__":
     rr.barrier()
 """
     )
-    job = run_job(2, str(script))
-    assert job.returncode == 0, job.stderr
+    run_job(2, str(script)).well()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -164,8 +161,7 @@ if __name__ == "__main__":
     start(False)
 """
     )
-    job = run_job(2, str(script))
-    assert job.returncode == 0, job.stderr
+    run_job(2, str(script)).well()
 
 
 def test_a_child_of_a_rank_that_never_started_a_world_may_join(run_job) -> None:
@@ -187,8 +183,7 @@ def test_a_child_of_a_rank_that_never_started_a_world_may_join(run_job) -> None:
             child.join()
             assert child.exitcode == 0
         """,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     assert job.stdout.count("well") == 2
 
 
@@ -197,7 +192,7 @@ def test_other_programs_that_a_rank_starts_are_worlds_of_one(run_job) -> None:
     program = (
         "import ringreduce as rr; rr.init(); print(rr.rank(), rr.size(), rr.allreduce(__import__('numpy').ones(1)))"
     )
-    job = run_job(
+    run_job(
         2,
         source=f"""
         import subprocess, sys
@@ -207,14 +202,13 @@ def test_other_programs_that_a_rank_starts_are_worlds_of_one(run_job) -> None:
         assert said == "0 1 [1.]\\n", said
         rr.barrier()
         """,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
 
 
 def test_a_job_that_a_rank_launches_is_a_job_of_its_own(run_job) -> None:
     """A launcher between a rank and a process makes that one a rank of another job."""
     program = "import ringreduce as rr; rr.init(); print(rr.size(), flush=True)"
-    job = run_job(
+    run_job(
         2,
         source=f"""
         import os, subprocess, sys
@@ -227,8 +221,7 @@ def test_a_job_that_a_rank_launches_is_a_job_of_its_own(run_job) -> None:
             assert said.split() == ["2", "2"], said
         rr.barrier()
         """,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
 
 
 # ---- several processes that MPI does not connect ----
@@ -308,8 +301,7 @@ def test_ranks_open_no_sockets(run_job) -> None:
         hvd.shutdown()
         print(sorted(set(opened) - {"socket.gethostname"}))
         """,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     assert job.stdout.splitlines() == ["[]", "[]"]
 
 
@@ -338,6 +330,5 @@ def test_private_memory_is_left_alone_where_that_is_wanted(run_job, wanted: str)
         print(bool(made))
         """,
         RINGREDUCE_PRIVATE_MEMORY=wanted,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     assert job.stdout.splitlines() == [str(wanted == "1")] * 2

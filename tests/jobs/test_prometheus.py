@@ -84,8 +84,7 @@ OF_MACHINES = {
 
 
 def promtool(*words: object) -> str:
-    done = launching.run("promtool", *words, limit_s=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = launching.run("promtool", *words, limit_s=60).well()
     return done.stdout
 
 

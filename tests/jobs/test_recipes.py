@@ -58,8 +58,7 @@ def test_pdb_on_one_rank(tmp_path: Path) -> None:
     """The rank that the page's command names reads the commands of the debugger, and the others wait for it."""
     programs(tmp_path, "debug")
     typed = r"printf 'share = 5.0\nc\n' | "
-    job = run("bash", "-c", typed + shown("train.py"), cwd=tmp_path)
-    assert job.returncode == 0, job.stderr
+    job = run("bash", "-c", typed + shown("train.py"), cwd=tmp_path).well()
     assert job.stdout.count("sum 5.0") == 2
 
 

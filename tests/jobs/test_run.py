@@ -164,8 +164,7 @@ print("seen", *seen)
 def test_a_program_for_torchrun_finds_its_ranks() -> None:
     """By the variables of torch's launcher; a group without a name is ours, as under mpirun."""
     needs("torch")
-    done = run("run", "-np", 2, sys.executable, "-c", FOR_TORCHRUN)
-    assert done.returncode == 0, done.stderr
+    done = run("run", "-np", 2, sys.executable, "-c", FOR_TORCHRUN).well()
     alone = "with Accelerate each rank would train alone: torch sees no GPU: say Accelerator(cpu=True), or use_cpu=True"
     expected = f"seen gloo True 1.5 ringreduce 2 {alone}, or set ACCELERATE_USE_CPU=true"
     assert done.stdout.splitlines() == [expected] * 2
@@ -187,8 +186,7 @@ def test_copies_that_ran_each_alone_are_told(
     tmp_path: Path, options: tuple[str, ...], program: str, is_told: bool
 ) -> None:
     """Once, at the end, where no rank has called `init` or made a process group of torch."""
-    done = run("run", "-np", 2, *options, sys.executable, "-c", program, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run("run", "-np", 2, *options, sys.executable, "-c", program, cwd=tmp_path).well()
     assert done.stderr.count("2 copies of the program ran each alone") == is_told
     if is_told:
         assert "ran each alone" in done.stderr.splitlines()[-1]
@@ -351,8 +349,9 @@ def test_a_job_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
 
 def test_each_rank_has_a_file(tmp_path: Path) -> None:
     """With both streams in the order of the program; rank 0 alone is shown. A variable reaches all of them."""
-    done = run("run", "-np", 2, "--log-dir", "a/logs", "-x", "SAID=a b", sys.executable, "-c", SPEAKS, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run(
+        "run", "-np", 2, "--log-dir", "a/logs", "-x", "SAID=a b", sys.executable, "-c", SPEAKS, cwd=tmp_path
+    ).well()
     for rank in range(2):
         text = (tmp_path / "a" / "logs" / f"rank-{rank}.log").read_text()
         assert text == f"out {rank}\nerror {rank}\nmore {rank} a b\n"
@@ -386,8 +385,9 @@ def test_values_of_variables_are_shown_nowhere(tmp_path: Path) -> None:
 def test_what_is_set_for_mpirun_is_shown_on_demand_alone(options: list[str]) -> None:
     """A job in which nothing goes wrong says nothing of its own."""
     for verbose in ([], ["--verbose"]):
-        done = run("run", "-np", 2, *options, *verbose, sys.executable, "-c", "import ringreduce; ringreduce.init()")
-        assert done.returncode == 0
+        done = run(
+            "run", "-np", 2, *options, *verbose, sys.executable, "-c", "import ringreduce; ringreduce.init()"
+        ).well()
         assert ("set for mpirun: " in done.stderr) == ("starting " in done.stderr) == bool(verbose)
         assert verbose or (done.stdout, done.stderr) == ("", "")
 
@@ -399,16 +399,14 @@ def test_arguments_come_as_they_are(tmp_path: Path, options: list[str]) -> None:
     program.symlink_to(sys.executable)
     odd = ["$(touch made)", "`touch made`", "; touch made", "a  b", "*", "'", '"', "\\", "-x", ""]
     save = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['OMPI_COMM_WORLD_RANK'] + '.json', 'w'))"
-    done = run("run", "-np", 2, *options, program, "-c", save, *odd, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run("run", "-np", 2, *options, program, "-c", save, *odd, cwd=tmp_path).well()
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [odd] * 2
     assert not {"made", "run"} & {each.name for each in tmp_path.iterdir()}
 
 
 def test_lines_carry_the_rank() -> None:
     """All lines of all ranks, where that is asked for."""
-    done = run("run", "-np", 2, "--prefix", sys.executable, "-c", SPEAKS)
-    assert done.returncode == 0, done.stderr
+    done = run("run", "-np", 2, "--prefix", sys.executable, "-c", SPEAKS).well()
     assert sorted(line[:3] for line in done.stdout.splitlines()) == ["[0]", "[0]", "[1]", "[1]"]
     assert {line[:3] for line in done.stderr.splitlines() if "error" in line} == {"[0]", "[1]"}
 
@@ -620,8 +618,7 @@ def test_a_script_of_horovod_runs_as_it_stands(tmp_path: Path) -> None:
     needs("torch")
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["-np", 2, "--fusion-threshold-mb", 2, "--no-stall-check", "--log-level", "FATAL", "--cycle-time-ms", 1]
-    done = run(*options, sys.executable, "train.py", command="horovodrun", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run(*options, sys.executable, "train.py", command="horovodrun", cwd=tmp_path).well()
     assert done.stdout == f"2 [1.0, 1.0, 1.0] {2 << 20} None\nhorovod CRITICAL\n"
     assert done.stderr.count("--cycle-time-ms is not needed: ") == 1
 

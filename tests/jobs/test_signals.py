@@ -266,16 +266,14 @@ def read(text: str, *arguments: object, command: str = "ringreduce run") -> Job:
 def test_all_ranks_run_a_program_on_standard_input(command: str, words: tuple[str, ...]) -> None:
     """And see its end."""
     program = "import os, sys\nprint(os.environ['OMPI_COMM_WORLD_RANK'], sys.argv[1:])"
-    done = read(program, sys.executable, *words, command=command)
-    assert done.returncode == 0, done.stderr
+    done = read(program, sys.executable, *words, command=command).well()
     assert sorted(done.stdout.splitlines()) == [f"{rank} {[*words][-1:]}" for rank in range(2)]
 
 
 @pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
 def test_rank_0_reads_standard_input_on_demand(options: tuple[str, ...]) -> None:
     """To its end; the others read nothing."""
-    done = read("x" * 100_000, "--stdin", *options, sys.executable, "-c", READS)
-    assert done.returncode == 0, done.stderr
+    done = read("x" * 100_000, "--stdin", *options, sys.executable, "-c", READS).well()
     assert sorted(done.stdout.splitlines()) == ["0 100000", "1 0"]
 
 

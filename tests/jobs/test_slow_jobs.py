@@ -56,8 +56,7 @@ CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
 def train(path: Path, kind: str, ranks: int, *options: str, steps: int = 40) -> dict[str, Any]:
     """Run a training; return its report, in which all agrees, also with what the job has said."""
     command = [RINGREDUCE, "run", "-np", ranks, "--oversubscribe", "--report", path, *options, TRAINING, kind, steps]
-    job = run(*command, OMP_NUM_THREADS="1")
-    assert job.returncode == 0, job.stderr
+    job = run(*command, OMP_NUM_THREADS="1").well()
     assert job.stdout.splitlines() == ["done"] * ranks, "the verdict is not on standard output"
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     assert (report["ranks"], report["nodes"]) == (ranks, 1)

@@ -45,8 +45,7 @@ def test_a_job_that_stalls_is_started_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM.format(what="load()"), encoding="utf-8")
     action = ("--watchdog-action", "restart", "--max-restarts", "1")
-    job = run(RINGREDUCE, "run", "-np", 2, "--watchdog", 4, *action, script, cwd=tmp_path)
-    assert job.returncode == 0, job.stderr
+    job = run(RINGREDUCE, "run", "-np", 2, "--watchdog", 4, *action, script, cwd=tmp_path).well()
     assert "starting it again (1 of 1)" in job.stderr
     assert job.stdout.splitlines() == ["done"] * 2
 
@@ -55,7 +54,6 @@ def test_a_job_that_stalls_is_started_again(tmp_path: Path) -> None:
 def test_an_evaluation_that_is_told_stalls_nothing(tmp_path: Path, ranks: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM.format(what=EVALUATES), encoding="utf-8")
-    job = run(RINGREDUCE, "run", "-np", ranks, "--watchdog", 4, "--watchdog-action", "end", script, cwd=tmp_path)
-    assert job.returncode == 0, job.stderr
+    job = run(RINGREDUCE, "run", "-np", ranks, "--watchdog", 4, "--watchdog-action", "end", script, cwd=tmp_path).well()
     assert job.stdout.splitlines() == ["done"] * ranks
     assert "no rank has made a step" not in job.stderr

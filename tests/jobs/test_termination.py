@@ -69,8 +69,7 @@ def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
         os.execvp(command[0], command)
         """,
         OMPI_MCA_btl="self,tcp",  # the library's own shared memory does not survive this either
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     assert "ranks of its machine run in separate pid namespaces" in job.stderr
 
 
@@ -217,14 +216,13 @@ def test_an_exception_that_ends_nothing_does_not_end_the_job(run_job):
             sys.excepthook(*sys.exc_info())
         rr.barrier()
         """,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     assert job.stderr.count("ValueError: in a console") == job.stderr.count("ValueError: shown") == 2
 
 
 def test_ranks_that_waited_in_vain_may_try_again(run_job):
     """Once all are there, `init` succeeds, however often it has failed before."""
-    job = run_job(
+    run_job(
         3,
         source="""
         from mpi4py import MPI
@@ -246,14 +244,13 @@ def test_ranks_that_waited_in_vain_may_try_again(run_job):
         assert rr.allreduce(np.ones(3)).tolist() == [3.0] * 3
         """,
         RINGREDUCE_TIMEOUT="2",
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_world_is_made_whole_or_not_at_all(run_job, tmp_path: Path, ranks: int):
     """A timeline that one rank cannot begin, or sets that are none: an error on all ranks, and all can try again."""
-    job = run_job(
+    run_job(
         ranks,
         source=f"""
         import os, threading
@@ -283,8 +280,7 @@ def test_a_world_is_made_whole_or_not_at_all(run_job, tmp_path: Path, ranks: int
         rr.init()
         assert rr.allreduce(np.ones(2)).tolist() == [size] * 2
         """,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
 
 
 @pytest.mark.parametrize("between", [(), ("sh", "-c", '"$@"; true', "sh")], ids=["direct", "through a shell"])
@@ -442,8 +438,9 @@ def test_ranks_of_different_versions_do_not_start(run_job):
 
 def test_what_was_chosen_is_logged_by_one_rank(run_job):
     """At the level of information: versions, ranks, launcher, what connects them, the tuning table, the settings."""
-    job = run_job(2, source="import ringreduce as rr; rr.init()", RINGREDUCE_LOG_LEVEL="info", RINGREDUCE_BUCKET="1M")
-    assert job.returncode == 0, job.stderr
+    job = run_job(
+        2, source="import ringreduce as rr; rr.init()", RINGREDUCE_LOG_LEVEL="info", RINGREDUCE_BUCKET="1M"
+    ).well()
     lines = job.stderr.splitlines()
     assert all(line.startswith("ringreduce: rank 0: ") for line in lines), lines
     for said in ("Python", "2 ranks on 1 node, started by Open MPI's mpirun", "shared memory", "bucket_nbytes=1048576"):

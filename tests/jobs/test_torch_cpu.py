@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_our_column_is_right() -> None:
     """Each row that ringreduce offers equals one process, and docs/torch_distributed.md has the rows of the script."""
-    job = launching.run(sys.executable, ROOT / "benchmarks" / "torch_cpu.py", "--backend", "ringreduce")
-    assert job.returncode == 0, job.stdout + job.stderr
+    job = launching.run(sys.executable, ROOT / "benchmarks" / "torch_cpu.py", "--backend", "ringreduce").well()
     assert "ResourceWarning" not in job.stderr
     rows = re.findall(r"^\| (.*) \| .* \| (right|no) \|$", job.stdout, re.MULTILINE)
     assert len(rows) == 14

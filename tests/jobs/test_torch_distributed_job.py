@@ -184,15 +184,14 @@ def test_an_uncaught_exception_ends_the_job(run_job: Callable, found: dict[str, 
 
 def test_importing_torch_loads_nothing_of_ours(found: dict[str, str]):
     """The entry point registers the backend, and imports neither the package nor MPI."""
-    done = run(
+    run(
         """
         import sys, torch
         assert hasattr(torch.distributed.Backend, "RINGREDUCE")
         assert not {"ringreduce", "mpi4py"} & set(sys.modules)
         """,
         **found,
-    )
-    assert done.returncode == 0, done.stderr
+    ).well()
 
 
 def test_without_the_entry_point(found: dict[str, str]):
@@ -227,8 +226,7 @@ def starts(found: dict[str, str]) -> dict[str, list[Any]]:
         name: [textwrap.dedent(source.format(before="", after="dist.destroy_process_group()")), variables]
         for name, (source, variables, _) in STARTS.items()
     }
-    done = launching.run(sys.executable, PROGRAMS / "forked.py", json.dumps(programs), **found)
-    assert done.returncode == 0, done.stderr
+    done = launching.run(sys.executable, PROGRAMS / "forked.py", json.dumps(programs), **found).well()
     ends: dict[str, list[Any]] = json.loads(done.stdout)
     return ends
 
@@ -268,6 +266,5 @@ def test_the_folder_of_the_store_stays_until_the_world_ends() -> None:
         dist.init_process_group("ringreduce")
         dist.destroy_process_group()
         """,
-    )
-    assert done.returncode == 0, done.stderr
+    ).well()
     assert done.stdout.split() == ["there:", "True"]

@@ -78,7 +78,7 @@ def test_transformers_example(hugging_face: tuple[Path, dict[str, str]]):
 def test_accelerate_that_was_made_first_is_warned_of(run_job) -> None:
     """Each of its processes has taken itself for the only one."""
     needs("accelerate")
-    job = run_job(
+    run_job(
         2,
         source="""
         import os, warnings
@@ -93,5 +93,4 @@ def test_accelerate_that_was_made_first_is_warned_of(run_job) -> None:
         assert any("call init_process_group before Accelerator()" in str(each.message) for each in said), said
         dist.destroy_process_group()
         """,
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()

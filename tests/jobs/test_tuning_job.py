@@ -40,8 +40,7 @@ def test_a_job_goes_on_without_a_table_that_is_refused(run_job: Callable[..., An
         assert rr.allreduce(np.ones(3)).tolist() == [2.0] * 3
         """,
         RINGREDUCE_TUNING=str(tmp_path),
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     (line,) = job.stderr.splitlines()
     assert "going on without a tuning table" in line
     assert len(line) < 600
@@ -62,8 +61,7 @@ def test_a_job_without_a_table_works(run_job: Callable[..., Any], folder: str, d
         """,
         RINGREDUCE_DETERMINISTIC=deterministic,
         RINGREDUCE_TUNING=str(tmp_path / folder),
-    )
-    assert job.returncode == 0, job.stderr
+    ).well()
     assert job.stderr == ""
 
 
@@ -82,6 +80,5 @@ def test_a_table_is_not_made_beside_other_work(run_job: Callable[..., Any], tmp_
         other.wait()
     assert made.returncode == 0, made.stderr
     assert "other processes took" in made.stdout
-    told = run_job(2, "-m", "ringreduce", "explain", "-b", "1M", "-e", "1M", RINGREDUCE_TUNING=str(tmp_path))
-    assert told.returncode == 0, told.stderr
+    told = run_job(2, "-m", "ringreduce", "explain", "-b", "1M", "-e", "1M", RINGREDUCE_TUNING=str(tmp_path)).well()
     assert "measured while other processes took" in told.stdout
