@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,6 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from documents import ROOT
 
 import ringreduce as rr
 from ringreduce.common.reduce_ops import SUM
@@ -21,7 +19,7 @@ from ringreduce.transport import waiting
 from ringreduce.transport.shared.board import TURNS
 
 #: By the ranks of a node: the most function calls of rank 0 in an allreduce of 256 KiB in private memory, in place; the
-#: first one, the same again, and one of another array of the same kind. docs/benchmarks.md shows the table.
+#: first one, the same again, and one of another array of the same kind.
 LIMITS = {None: {"first": 100, "again": 10, "other": 57}, 1: {"again": 25}}
 
 #: Likewise, of 8 B from one rank to another, when it has come.
@@ -174,26 +172,3 @@ def test_a_step_of_torch_goes_through_few_functions() -> None:
     for _ in range(6):
         run_process_sets(2, train)
     assert {name: least[name] for name, limit in TORCH_STEP_LIMITS.items() if least[name] > limit} == {}
-
-
-def test_the_documents_state_these_limits() -> None:
-    """docs/benchmarks.md has the limits of this file and no count above them, and no other page has counts."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("\n## Functions per call\n")[2]
-    page = next(part for part in page.split("\n\n") if part.startswith("|"))
-    stated = {name: int(limit) for name, limit in re.findall(r"^\| (.+?) \| \d+ \| (\d+) \|", page, re.MULTILINE)}
-    assert stated == {
-        "the first one of a communicator": LIMITS[None]["first"],
-        "the same array again": LIMITS[None]["again"],
-        "another array of the same shape and dtype": LIMITS[None]["other"],
-        "the same array again, two nodes": LIMITS[1]["again"],
-        "8 B to another rank of the node": MESSAGE_LIMITS["send"],
-        "8 B from another rank of the node": MESSAGE_LIMITS["recv"],
-        "an asynchronous operation, repeated": ASYNCHRONOUS_LIMIT,
-        "a training step like the last one": STEP_LIMIT,
-        "the first step of an optimizer of torch": TORCH_STEP_LIMITS["first"],
-        "a step of torch like the last one": TORCH_STEP_LIMITS["again"],
-    }
-    counts = re.findall(r"^\| .+? \| (\d+) \| (\d+) \|", page, re.MULTILINE)
-    assert all(int(count) <= int(limit) for count, limit in counts)
-    others = [path.name for path in (ROOT / "docs").rglob("*.md") if "| the same array again |" in path.read_text()]
-    assert others == ["benchmarks.md"]
