@@ -134,25 +134,22 @@ class Config:
         "the folder for tables of [`ringreduce tune`](tuning.md), which decide on algorithms; 0: none",
         unset="`~/.cache/ringreduce`", may_differ=True)
     gpu: str = setting("RINGREDUCE_GPU", OneOf(("staged", "nccl", "mpi")), "staged",
-        "what carries allreduces of arrays on [GPUs](gpu.md): `staged` (host memory), `nccl` or `mpi` (a library that "
-        "takes addresses of GPU memory)")
+        "what carries allreduces of arrays on [GPUs](gpu.md): `staged` (host memory), `nccl` or `mpi`")
     deterministic: bool = setting("RINGREDUCE_DETERMINISTIC", switch, False,
-        "1: all allreduces add in the order of ranks, and wire formats are refused, including those given as "
-        "`compression=`")
+        "1: all allreduces add in the order of ranks; wire formats are refused, also as `compression=`")
     conventions: Conventions = setting("RINGREDUCE_CONVENTIONS", Conventions.parse,  # noqa: RUF009
         Conventions.CHAIN_RULE,
         "`chain_rule` or `horovod`: [whose numbers](migrate/horovod.md#two-conventions) where these differ",
         unset="chain_rule")
     check_weights_every: int | None = setting("RINGREDUCE_CHECK", WholeNumber(1), None,
-        "`100`: every 100 steps the ranks compare checksums of their weights; an error names the first parameter that "
-        "differs, and the ranks", unset="never",
+        "`100`: every 100 steps the ranks compare checksums of their weights; the error names parameter and ranks",
+        unset="never",
         moved={"finite": "RINGREDUCE_CHECK_FINITE", "data": "RINGREDUCE_CHECK_DATA"})
     check_finite_every: int | None = setting("RINGREDUCE_CHECK_FINITE", WholeNumber(1), None,
-        "`100`: every 100 steps gradients are checked before they are reduced; an error names the first with NaN or "
-        "infinity, and the rank. Steps that a scaler of losses skips are not checked", unset="never")
+        "`100`: every 100 steps gradients are checked for NaN and infinity before they are reduced, unless a loss "
+        "scaler skips the step; the error names gradient and rank", unset="never")
     check_data: bool = setting("RINGREDUCE_CHECK_DATA", switch, True,
-        "0: no warning about gradients that are equal on all ranks in the first three steps, as where all train on "
-        "the same data")
+        "0: no warning where gradients are equal on all ranks in the first three steps, as with the same data")
     checksum: bool = setting("RINGREDUCE_CHECKSUM", switch, False,
         "1: messages of arrays between nodes carry a checksum")
     key_file: str | None = setting(KEY_VARIABLE, str, None,
@@ -161,8 +158,7 @@ class Config:
         metavar="[=FILE]", told=lambda path: os.path.abspath(path or default_key_file()),
         help="Encrypt messages of ranks; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.")
     dump: str | None = setting("RINGREDUCE_DUMP", or_zero(str, None), None,
-        "a folder for the last calls of every rank, if a wait fails; see [Who was waited "
-        "for](observe.md#who-was-waited-for)", may_differ=True)
+        "a folder for the [last calls](observe.md#who-was-waited-for) of every rank, if a wait fails", may_differ=True)
     status: bool = setting("RINGREDUCE_STATUS", is_on, True,
         "0: `ringreduce top` does not see the ranks; `[HOST:]PORT`: rank 0 serves [all "
         "of the job](observe.md#one-address-for-a-job) there, too", may_differ=True,
@@ -179,16 +175,16 @@ class Config:
     otlp: bool = setting("RINGREDUCE_OTLP", switch, False,
         "1: rank 0 sends what all ranks do to a collector of [OpenTelemetry](observe.md#opentelemetry)")
     verdict: bool = setting("RINGREDUCE_VERDICT", switch, False,
-        "1: rank 0 says at the end what steps took, and why; `ringreduce run` sets 1, and 0 with the option. See [Why "
-        "is my job slow?](slow.md)", always="1", options=("--quiet",), switch="0",
+        "1: rank 0 says at the end what steps took, and [why](slow.md); `ringreduce run` sets 1, and 0 with the "
+        "option", always="1", options=("--quiet",), switch="0",
         help="Do not say at the end what steps took, and why.")
     report: str | None = setting("RINGREDUCE_REPORT", str, None,
         "a file to which rank 0 writes the same as JSON, for `ringreduce compare`", options=("--report",),
         told=PathOf(whole=True),
         help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.")
     watchdog_s: float | None = setting("RINGREDUCE_WATCHDOG", or_zero(Seconds(), None), None,
-        "seconds after which rank 0 says why no rank makes a step, a collective or a report. See [a job that "
-        "stalls](slow.md#nothing-happens)", unset="never",
+        "seconds after which rank 0 says why [nothing happens](slow.md#nothing-happens): no step, collective or "
+        "report", unset="never",
         moved={"first": "RINGREDUCE_WATCHDOG_FIRST", "action": "RINGREDUCE_WATCHDOG_ACTION"}, options=("--watchdog",),
         metavar="SECONDS", help="Say why if no rank has made a step, a collective or a report for so long.")
     watchdog_first_s: float = setting("RINGREDUCE_WATCHDOG_FIRST", Seconds(), 600.0,
@@ -202,17 +198,16 @@ class Config:
     audit: str | None = setting("RINGREDUCE_AUDIT", str, None,
         "a file to which the run appends [what it was made of](audit.md)")
     disk_key_file: str | None = setting("RINGREDUCE_DISK_KEY_FILE", str, None,
-        "a file with a key that seals commits, checkpoints, exported models, traces and dumps, see [Encrypted "
-        "files](security.md#how-do-i-encrypt-files)")
+        "a file with a key that seals [commits, checkpoints, models, traces and "
+        "dumps](security.md#how-do-i-encrypt-files)")
     object_limit_nbytes: int = setting("RINGREDUCE_OBJECT_LIMIT", parse_nbytes, 4 << 30,
-        "the most bytes that one `broadcast_object` or `allgather_object` may send, of all ranks together; more is an "
-        "error", unset="4G")
+        "the most bytes of all ranks in one `broadcast_object` or `allgather_object`; more is an error", unset="4G")
     # On one node, 1 to 100 MiB differ by no more than measurements do. Between hosts 4 MiB take a tenth more of the
     # processor; larger ones are complete later in the backward pass.
     bucket_nbytes: int = setting("RINGREDUCE_BUCKET", parse_nbytes, 8 << 20,
         "bytes at which a bucket of gradients is closed", unset="8M")
     standalone: bool = setting("RINGREDUCE_STANDALONE", switch, False,
-        "1: this process is a world of its own, although it was started by a rank or together with others")
+        "1: this process is a world of one rank, although a rank or a launcher has started it")
     # fmt: on
     launched_size: int | None = None
 

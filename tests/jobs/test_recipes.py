@@ -29,6 +29,7 @@ def test_recipes_make_the_weights_of_one_process(tmp_path: Path) -> None:
     """
     needs("onnxscript", "peft", "transformers", "webdataset")
     programs(tmp_path, "trainings", "checkpoints")
+    (tmp_path / "lora_trainer.py").write_text((ROOT / "examples" / "lora_trainer.py").read_text())
     (tmp_path / "together" / "shards").mkdir(parents=True)
     given = (tmp_path / "lora.py").read_text().replace("lora.pt", "reentrant.pt")
     given = given.replace("checkpointing_enable()", "checkpointing_enable({'use_reentrant': True})")
