@@ -51,8 +51,8 @@ SOUGHT = {
     "recipes/sharding.md": ["ZeRO", "optimizer state"],
     "recipes/methods.md": ["MuLoCo", "Muon", "Newton-Schulz", "Shampoo"],
     "recipes/local.md": ["DiLoCo", "LocalSGD"],
-    "recipes/staleness.md": ["asynchronous SGD"],
-    "slow.md": ["straggler", "slow rank", "ranks of different speed", "load balancing"],
+    "recipes/staleness.md": ["asynchronous SGD", "stale gradients", "late averages"],
+    "slow.md": ["straggler", "slow rank", "verdict", "ranks of different speed", "load balancing"],
 }
 #: Pages behind others in search, by how their paths begin: what was, and what each function does.
 BEHIND = {"changelog.md": 0.1, "contributing.md": 0.3, "benchmarks": 0.3, "reference/": 0.2}
