@@ -51,21 +51,12 @@ _UNNEEDED = """
 """
 
 
-def _mebibytes(text: str) -> str:
-    """Return bytes; 0, which is no fusion in Horovod, closes a group after its first byte."""
-    return str(max(round(float(text) * (1 << 20)), 1))
-
-
-def _seconds(text: str) -> str:
-    float(text)
-    return text
-
-
 #: What makes the value of a variable from that of an option, where that is not the same.
 _CONVERSIONS: dict[str, Callable[[str], str]] = {
-    "--fusion-threshold-mb": _mebibytes,
+    # 0, which is no fusion in Horovod, closes a group after its first byte.
+    "--fusion-threshold-mb": lambda text: str(max(round(float(text) * (1 << 20)), 1)),
     "--no-stall-check": lambda text: "0",
-    "--stall-check-warning-time-seconds": _seconds,
+    "--stall-check-warning-time-seconds": lambda text: f"{float(text):.15g}",
     # 0: wait for ever, which nothing does here
     "--stall-check-shutdown-time-seconds": lambda text: "" if float(text) == 0 else text,
 }
@@ -197,16 +188,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Take(argparse.Action):
-    """Puts what was given into a `CommandLine`: ``file``, of what files say, or ``given``."""
+    """Adds an option to ``options``, with its name and its value."""
 
-    def __call__(self, parser: object, plans: argparse.Namespace, values: Any, name: str | None = None) -> None:
+    def __call__(self, parser: object, found: argparse.Namespace, values: Any, name: str | None = None) -> None:
         assert name is not None
-        option = _NAMED[name]
-        text = values if isinstance(values, str) else " ".join(values)
-        if option.kind == "file":
-            _read_file(text, plans.file)
-        else:
-            plans.given.take(name, option, text)
+        found.options.append((name, _NAMED[name], values if isinstance(values, str) else " ".join(values)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -246,14 +232,14 @@ def read(arguments: Sequence[str]) -> CommandLine:
     Raises:
         ConfigError: an option is not known, has no value, or asks for what there is not.
     """
-    plan = CommandLine()
-    given = CommandLine()
-    words = parser().parse_args(arguments, argparse.Namespace(file=plan, given=given)).program
-    plan.options |= given.options
-    plan.settings |= given.settings  # what is said on the command line counts
-    plan.warnings += given.warnings
-    plan.shows = given.shows
-    plan.program = tuple(words[1:] if words[:1] == ["--"] else words)
+    found = parser().parse_args(arguments, argparse.Namespace(options=[]))
+    words = found.program
+    plan = CommandLine(program=tuple(words[1:] if words[:1] == ["--"] else words))
+    for name, option, text in sorted(found.options, key=lambda taken: taken[1].kind != "file"):
+        if option.kind == "file":  # What is said on the command line comes later, and counts.
+            _read_file(text, plan)
+        else:
+            plan.take(name, option, text)
     if not plan.program and not plan.shows:
         raise ConfigError("there is no program to start; horovodrun -np 2 python train.py")
     return plan

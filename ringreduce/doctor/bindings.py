@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from time import monotonic
 
 #: By the library, the module that touches its private parts.
 PRIVATE = {
@@ -63,34 +63,24 @@ def ask(packages: Mapping[str, str]) -> dict[str, Binding]:
     Args:
         packages: those that are installed, by name.
     """
-    asked = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", _SOURCE.format(module)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **_ON_THE_CPU},
-        )
-        for name, module in PRIVATE.items()
-        if name in packages
-    }
-    end_s = monotonic() + _LIMIT_S
-    return {name: _answer(process, end_s - monotonic()) for name, process in asked.items()}
+    asked = [name for name in PRIVATE if name in packages]
+    with ThreadPoolExecutor(len(PRIVATE)) as pool:
+        return dict(zip(asked, pool.map(_answer, asked), strict=True))
 
 
-def _answer(process: subprocess.Popen[str], limit_s: float) -> Binding:
-    with process:
-        try:
-            said, complaint = process.communicate(timeout=max(limit_s, 0.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return Binding(problem=f"its import takes longer than {_LIMIT_S:g} s")
-    if process.returncode:
-        lines = complaint.strip().splitlines()
-        return Binding(problem=lines[-1] if lines else f"its import ended with exit status {process.returncode}")
+def _answer(library: str) -> Binding:
+    command = [sys.executable, "-c", _SOURCE.format(PRIVATE[library])]
+    environment = {**os.environ, **_ON_THE_CPU}
     try:
-        count, missing = json.loads(said.splitlines()[-1])
-    except (IndexError, ValueError):
-        return Binding(problem=f"its import ends with {said[-80:]!r}")
-    return Binding(count, missing)
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, env=environment, timeout=_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Binding(problem=f"its import takes longer than {_LIMIT_S:g} s")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"its import ended with exit status {done.returncode}"]
+        return Binding(problem=lines[-1])
+    try:
+        return Binding(*json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError):
+        return Binding(problem=f"its import ends with {done.stdout[-80:]!r}")

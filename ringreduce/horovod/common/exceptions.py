@@ -1,14 +1,9 @@
 """The exceptions that Horovod scripts catch."""
 
-from ringreduce.common.errors import CollectiveError as HorovodInternalError
-from ringreduce.elastic import HostsUpdatedInterrupt
+from ringreduce.common.errors import CollectiveError
+from ringreduce.elastic import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 
-__all__ = [
-    "HorovodInternalError",
-    "HorovodVersionMismatchError",
-    "HostsUpdatedInterrupt",
-    "get_version_mismatch_message",
-]
+HorovodInternalError = CollectiveError
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:

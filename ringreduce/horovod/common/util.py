@@ -13,35 +13,9 @@ from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
 
-from ringreduce.horovod.common.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
+from ringreduce.horovod.common.exceptions import HorovodVersionMismatchError as HorovodVersionMismatchError
+from ringreduce.horovod.common.exceptions import get_version_mismatch_message as get_version_mismatch_message
 from ringreduce.training.calls import built
-
-__all__ = [
-    "ENGINES",
-    "EXTENSIONS",
-    "HorovodVersionMismatchError",
-    "binding_in_use",
-    "ccl_built",
-    "check_extension",
-    "check_installed_version",
-    "cuda_built",
-    "ddl_built",
-    "env",
-    "extension_available",
-    "get_average_backwards_compatibility_fun",
-    "get_ext_suffix",
-    "get_extension_full_path",
-    "get_version_mismatch_message",
-    "gloo_built",
-    "gpu_available",
-    "is_iterable",
-    "is_version_greater_equal_than",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "rocm_built",
-    "split_list",
-]
 
 _T = TypeVar("_T")
 
