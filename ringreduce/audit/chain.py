@@ -21,7 +21,6 @@ import hmac
 import json
 import os
 import re
-import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
+from ringreduce.common.files import is_own_file
 from ringreduce.common.keys import Secret
 
 #: All before the hash; of that, all before the signature; the signature; and the hash.
@@ -202,8 +202,7 @@ class ChainedFile:
             file = os.open(self.path, flags, 0o600)
             try:
                 status = os.fstat(file)
-                is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
-                if not is_own or status.st_mode & 0o077:  # Who may read a file may lock it.
+                if not is_own_file(status) or status.st_mode & 0o077:  # Who may read a file may lock it.
                     raise PermissionError(
                         f"{self.path} has to be a file of this user's alone (chmod 600), with one name"
                     )

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import distributions
 from typing import Any
@@ -36,14 +37,10 @@ def origins() -> dict[str, Any]:
         folder = os.path.dirname(path)
         with open(path, "rb") as file:
             script = {"path": path, "sha256": hashlib.sha256(file.read()).hexdigest()}
-    return {"folder": _here(), "script": script, "repository": _repository(folder), "packages": _packages()}
-
-
-def _here() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # it was removed
-        return None
+    here = None
+    with suppress(FileNotFoundError):  # it was removed
+        here = os.getcwd()
+    return {"folder": here, "script": script, "repository": _repository(folder), "packages": _packages()}
 
 
 def _repository(folder: str) -> dict[str, Any]:

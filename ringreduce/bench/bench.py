@@ -145,7 +145,9 @@ class Bench:
         asked = None if algorithm == "auto" else algorithm
         ours = self._ours.contender(case, asked, in_place=in_place)
         wrong = [self._count_wrong(case, ours) for _ in range(settings.check)]
-        rivals = [] if alone else self._rivals(case)
+        offered = [] if alone else [peer.contender(case, new_results=settings.new_results) for peer in self._peers]
+        # The peers that can do this case, and do it right, take turns with ours.
+        rivals = [each for each in offered if each is not None and not self._count_wrong(case, each)]
         bound = None if alone else self._bound(case)
         group = [ours, *rivals, *([bound] if bound else [])]
         for contender in group:
@@ -189,11 +191,6 @@ class Bench:
         if algorithm != "auto":
             return algorithm
         return self._world.choose(case.collective.name, case.input_nbytes, case.dtype, op=case.op).algorithm
-
-    def _rivals(self, case: Case) -> list[Contender]:
-        """Return what takes turns with ours: the peers that can do this case, and do it right."""
-        offered = [peer.contender(case, new_results=self._settings.new_results) for peer in self._peers]
-        return [each for each in offered if each is not None and not self._count_wrong(case, each)]
 
     def _bound(self, case: Case) -> Contender | None:
         """Find the fastest way to do what the case has to do at least; the same on all ranks.

@@ -278,19 +278,13 @@ def _values(random: np.random.Generator, length: int, dtype: DType, op: ReduceOp
         # Averages are summed in 64 bits, and must not wrap around there.
         low, high = (max(info.min, -(1 << 40)), min(info.max, 1 << 40)) if op is AVERAGE else (info.min, info.max)
         return random.integers(low, high, length, dtype=dtype.storage, endpoint=True)
-    if op is PRODUCT:
-        return _factors(random, length, dtype=dtype, nranks=nranks)
+    if op is PRODUCT:  # Products over all ranks are exact: units, and powers of two while float16 can hold them.
+        real_factors = [1, -1, 2, -0.5] if nranks <= 14 else [1.0, -1.0]
+        return random.choice(np.array([1, -1, 1j, -1j] if dtype.kind == "complex" else real_factors), length)
     limit = _largest(nranks)
     real = random.integers(-limit, limit, length, endpoint=True)
     imaginary = random.integers(-limit, limit, length, endpoint=True) if dtype.kind == "complex" else 0
     return (real + 1j * imaginary if dtype.kind == "complex" else real).astype(_WIDE[dtype.kind])
-
-
-def _factors(random: np.random.Generator, length: int, dtype: DType, nranks: int) -> Array:
-    """Return values whose products over all ranks are exact: units, and powers of two while float16 can hold them."""
-    if dtype.kind == "complex":
-        return random.choice(np.array([1, -1, 1j, -1j]), length)
-    return random.choice(np.array([1, -1, 2, -0.5] if nranks <= 14 else [1.0, -1.0]), length)
 
 
 def _reduce(tables: Array, dtype: DType, op: ReduceOp) -> Array:

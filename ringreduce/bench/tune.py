@@ -121,8 +121,11 @@ def tune(
 
     for decide in (tuning.fit, tuning.sweep):
         found = carry_out(decide)
-        if not even_if_busy:
-            _require_quiet(found)  # rather than measure on in vain
+        if found.cores and not even_if_busy:  # rather than measure on in vain
+            raise ConfigError(
+                f"{found.text}: times taken meanwhile say little about this machine at rest. End the others, "
+                "or write a table all the same, in which that is said, with --even-if-busy"
+            )
     table: Table = agree(tuning.table(found.cores) if communicator.rank == 0 else None)
     path = directory / table.key.file_name
     complaint = agree(_save(table, path) if communicator.rank == 0 else None)
@@ -185,7 +188,9 @@ class _Tuning:
     ask: Measure
 
     def __post_init__(self) -> None:
-        self.rules = {nbytes: _rule(self.communicator, nbytes) for nbytes in self.sizes}
+        rules = replace(self.communicator.config, algorithm=None)  # whatever settings and tables say
+        problems = (Problem(Collective.ALLREDUCE, nbytes, self.communicator.topology, op=SUM) for nbytes in self.sizes)
+        self.rules = {problem.nbytes: choose(problem, rules).algorithm for problem in problems}
         self._deadline = self.clock() + self.budget_s
         names = self.communicator.algorithms(Collective.ALLREDUCE)
         kept = {*distinct(names, self.communicator.topology), *self.rules.values()}
@@ -329,21 +334,6 @@ def _essence(algorithm: str, topology: Topology) -> object:
 def _calls(iterations: int) -> int:
     """Return how many calls of an algorithm so many timed ones take."""
     return _WARMUP + iterations + 2 * -(-iterations // turn_for(iterations))
-
-
-def _rule(communicator: Communicator, nbytes: int) -> str:
-    """Return what the built-in rules choose, whatever settings and tables say."""
-    call = Problem(Collective.ALLREDUCE, nbytes, communicator.topology, op=SUM)
-    return choose(call, replace(communicator.config, algorithm=None)).algorithm
-
-
-def _require_quiet(found: NoiseFound) -> None:
-    """Refuse a table that would say how fast algorithms are beside other work."""
-    if found.cores:
-        raise ConfigError(
-            f"{found.text}: times taken meanwhile say little about this machine at rest. End the others, "
-            "or write a table all the same, in which that is said, with --even-if-busy"
-        )
 
 
 def _save(table: Table, path: Path) -> str | None:

@@ -26,18 +26,20 @@ def _seconds(text: str) -> int:
     return 3600 * hours + 60 * minutes + seconds
 
 
-def _name(text: str) -> str:
-    """Return a name that Slurm and Kubernetes take."""
-    if not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", text):
-        raise ValueError("give at most 40 lower-case letters, digits and hyphens")
-    return text
+def _matching(kind: str, pattern: str, complaint: str) -> Parsed:
+    """Return the type of texts of a form."""
+
+    def read(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(complaint)
+        return text
+
+    return Parsed(kind, read)
 
 
-def _image(text: str) -> str:
-    """Return the name of an image."""
-    if not re.fullmatch(r"[\w./:@-]+", text):
-        raise ValueError("that is no name of an image")
-    return text
+#: A name that Slurm and Kubernetes take.
+_NAME = _matching("name", "[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "give at most 40 lower-case letters, digits and hyphens")
+_IMAGE = _matching("image", r"[\w./:@-]+", "that is no name of an image")
 
 
 @click.group("submit", short_help="Print a job's file for Slurm or Kubernetes, or submit it.")
@@ -50,7 +52,7 @@ def _options(function: Callable[..., int]) -> Callable[..., int]:
     for add in reversed(
         (
             click.option("--yes", is_flag=True, help="Submit it; else it is printed."),
-            click.option("--name", type=Parsed("name", _name), default="train", help="Of the job."),
+            click.option("--name", type=_NAME, default="train", help="Of the job."),
             click.option("--nodes", type=click.IntRange(1), default=2, help="How many hosts."),
             click.option("--ranks-per-node", "ranks", type=click.IntRange(1), default=4, help="On each host."),
             click.option("--cores-per-rank", "cores", type=click.IntRange(1), default=1, help="Of each rank."),
@@ -85,7 +87,7 @@ def _slurm(program: tuple[str, ...], yes: bool, **numbers: int | str) -> int:
 
 @command.command("k8s", context_settings=_SETTINGS)
 @_options
-@click.option("--image", required=True, type=Parsed("image", _image), help="Of the containers, with PROGRAM in it.")
+@click.option("--image", required=True, type=_IMAGE, help="Of the containers, with PROGRAM in it.")
 def _k8s(program: tuple[str, ...], yes: bool, **numbers: int | str) -> int:
     """Print an MPIJob for kubectl that runs `ringreduce run PROGRAM` in the workers.
 

@@ -89,6 +89,11 @@ def own_folder(folder: Path) -> None:
     require_own(folder)
 
 
+def is_own_file(found: os.stat_result) -> bool:
+    """Return whether what was found is a regular file of this user's, to which one name leads, or none any more."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink <= 1
+
+
 def require_own(folder: Path) -> None:
     """Raise an OSError if other users may write to a folder, or have made the link that leads to it."""
     mine = os.geteuid()

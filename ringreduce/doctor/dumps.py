@@ -60,7 +60,10 @@ def _printable(value: Any) -> Any:
 
 def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
     """Return what ranks waited for, who did not come, and where each rank is, a sentence each; and who is silent."""
-    places = {rank: _place(dumps[rank]) for rank in sorted(dumps)}
+    places = {}
+    for rank in sorted(dumps):
+        stack = next((each.stack for each in dumps[rank].threads if each.name == "MainThread"), ())
+        places[rank] = place_in_program((each.file, each.line, each.function, each.text) for each in reversed(stack))
     said = [sentence + places_in_words(places, wait.absent) for wait in waits(dumps) if (sentence := wait.in_words())]
     if not said:
         said.append("no rank was waiting for another")
@@ -72,9 +75,3 @@ def diagnose(dumps: Mapping[int, Snapshot]) -> list[str]:
     if silent:
         said.append(f"{name_ranks(silent)} {'has' if len(silent) == 1 else 'have'} written nothing down")
     return said
-
-
-def _place(dump: Snapshot) -> str:
-    """Say where the main thread of a rank is, in the program's own code."""
-    stack = next((each.stack for each in dump.threads if each.name == "MainThread"), ())
-    return place_in_program((each.file, each.line, each.function, each.text) for each in reversed(stack))

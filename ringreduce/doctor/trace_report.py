@@ -37,15 +37,9 @@ PARTS = {
 
 #: Of the table: the headings, and how the cells are written.
 _STEPS = {
-    **{"rank": "{rank}", "steps": "{steps}", "step ms": "{step:.2f}", "forward": "{forward:.2f}"},
-    **{"backward": "{backward:.2f}", "optimizer": "{optimizer:.2f}", "comm": "{communication:.2f}"},
-    **{
-        "waiting": "{waiting:.2f}",
-        "rest": "{rest:.2f}",
-        "hidden": "{hidden:.2f}",
-        "last": "{last:.0%}",
-        "late ms": "{late:.2f}",
-    },
+    **{"rank": "{rank}", "steps": "{steps}", "step ms": "{step:.2f}"},
+    **{part.replace("communication", "comm"): f"{{{part}:.2f}}" for part in (*PARTS, "hidden")},
+    **{"last": "{last:.0%}", "late ms": "{late:.2f}"},
 }
 _CALLS = {
     **{"rank": "{rank}", "collective": "{collective}", "calls": "{calls}", "size": "{size}"},

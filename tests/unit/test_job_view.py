@@ -17,6 +17,7 @@ from recorded_ranks import snapshot
 
 from ringreduce.common.errors import ConfigError, TransportError
 from ringreduce.common.instruments import mean_values
+from ringreduce.common.quantities import format_nbytes
 from ringreduce.observe.job.gathering import Gathering
 from ringreduce.observe.job.host_uses import uses_of
 from ringreduce.observe.job.job_view import JobView, last_values, rows
@@ -226,16 +227,19 @@ def page_of(size: int, *, name: str = "loss") -> str:
 
 def test_the_page_has_the_metrics():
     """Of hosts and ranks; of counters, by how much they grow a second."""
-    page = page_of(16)
+    view = JobView(2)
+    before, now = ([snapshot(rank, 2, second) for rank in range(2)] for second in (10.0, 20.0))
+    families = families_of_job(view, now), families_of_job(view, before)
+    page = job_page(view.health(rows(now)), rows(now), *families, passed_s=10.0, lines={})
     for heading in (
         "network bytes eth0 receive",
         "host processor seconds user",
         "resident memory bytes",
-        "steps per second",
+        "spent seconds communication",
     ):
         assert f"<th>{heading}</th>" in page
-    for text in (r"9\d\d(\.\d)? MiB/s", r"[56]\d\d%", "3 GiB", "5"):
-        assert re.search(f"<td>{text}</td>", page)
+    for text in (f"{format_nbytes(10**9)}/s", "600%", "3 GiB", "5/s"):
+        assert f"<td>{text}</td>" in page
 
 
 @pytest.mark.parametrize("width", [1200, 400])

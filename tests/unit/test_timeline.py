@@ -227,7 +227,7 @@ def test_what_is_no_trace_stays_as_it_is(path: Path, begin: Callable[..., Timeli
     [
         (lambda path, target: path.symlink_to(target), "symbolic link"),
         (lambda path, target: path.symlink_to(target.with_name("nowhere")), "symbolic link"),
-        (lambda path, target: os.link(target, path), "2 names"),
+        (lambda path, target: os.link(target, path), "one name"),
         (lambda path, target: os.mkfifo(path), "no regular file"),
         (lambda path, target: path.mkdir(), "no regular file"),
     ],

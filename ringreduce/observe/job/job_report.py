@@ -160,11 +160,12 @@ def report_of(figures: Figures | None, laps: Sequence[Lap], values: Mapping[str,
     """Return the report of a job; None: it has made too few steps."""
     if figures is None:
         return None
-    return JobReport(figures, judge(figures), [_lap_s(*each) for each in pairwise(laps)], values)
-
-
-def _lap_s(before: Lap, after: Lap) -> float:
-    return (after.moment_s - before.moment_s) / (after.steps - before.steps)
+    return JobReport(
+        figures,
+        judge(figures),
+        [(lap.moment_s - before.moment_s) / (lap.steps - before.steps) for before, lap in pairwise(laps)],
+        values,
+    )
 
 
 def _crowded(paces: Sequence[Pace], delayed: float) -> float:

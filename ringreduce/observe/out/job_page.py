@@ -156,7 +156,9 @@ def _table(label: str, cells: Mapping[str, Mapping[str, str]], *, words: bool = 
 
 def _squares(ranks: Sequence[RankRow]) -> str:
     """Return a square for each rank, by hosts."""
-    awaited = {int(text) for each in ranks for text in _named(each.waiting)}
+    # The rank that a text of `RankRow` names as the one that is waited for now, if it is one.
+    named = ((each.waiting or "").rpartition(" for rank ")[2] for each in ranks)
+    awaited = {int(text) for text in named if text.isdigit()}
     lines = []
     for host in dict.fromkeys(each.host for each in ranks):
         squares = []
@@ -169,12 +171,6 @@ def _squares(ranks: Sequence[RankRow]) -> str:
         f'<span><i style="background:{COLOURS[colour]}"></i>{state}</span>' for state, colour in _STATES.items()
     )
     return f'<div class="squares">{"".join(lines)}</div><p class="key">{key}</p>'
-
-
-def _named(waiting: str | None) -> list[str]:
-    """Return the rank that a text of `RankRow` names as the one that is waited for now, if it is one."""
-    whom = (waiting or "").rpartition(" for rank ")[2]
-    return [whom] if waiting and whom.isdigit() else []
 
 
 def _state_of(row: RankRow, awaited: set[int]) -> str:

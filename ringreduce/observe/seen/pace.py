@@ -140,17 +140,11 @@ class Lasting(NamedTuple):
         if not self.is_enough:
             return None
         half = len(windows) // 2
-        early, late, both = (_sum(each) for each in (windows[:half], windows[half:], windows))
-        causes = {_describe(self.rank, each, nodes=nodes, names=range(len(each))).cause for each in (early, late)}
-        return (
-            None
-            if len(causes) > 1 or "unknown" in causes
-            else _describe(self.rank, both, nodes=nodes, names=range(len(both)))
+        early, late, both = (
+            _describe(self.rank, [reduce(add, paces) for paces in zip(*part, strict=True)], nodes, range(len(part[0])))
+            for part in (windows[:half], windows[half:], windows)
         )
-
-
-def _sum(windows: Sequence[Sequence[Pace]]) -> list[Pace]:
-    return [reduce(add, each) for each in zip(*windows, strict=True)]
+        return both if early.cause == late.cause != "unknown" else None
 
 
 def find_slow(

@@ -330,7 +330,8 @@ class Track(Instrument):
     def operations_finished(self, names: Sequence[str]) -> None:
         end = perf_counter()
         if self._batch is not None:
-            self._timeline.span(_title(names), self._batch, end, self._number, operations=list(names))
+            title = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            self._timeline.span(title, self._batch, end, self._number, operations=list(names))
             self._last = self._batch = None
         for name in names:
             self._leave(name, end)
@@ -388,7 +389,3 @@ class Track(Instrument):
 
     def _count(self, counter: str, now: float, value: int) -> None:
         self._timeline.add("C", f"{counter} ({self._number})", now, self._number, args={"value": value})
-
-
-def _title(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

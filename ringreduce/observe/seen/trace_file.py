@@ -21,7 +21,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from ringreduce.common.files import open_file, partial_path, replace_file
+from ringreduce.common.files import is_own_file, open_file, partial_path, replace_file
 from ringreduce.common.sealed_files import PLAIN, KeyFile, is_sealed
 
 _OPENING = b'[\n{"name": "trace", "ph": "M", "pid": 0, "args": {"job": '
@@ -223,32 +223,19 @@ def _read_head(path: str, keys: KeyFile) -> bytes:
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself") from None
         raise
-    try:
-        found = os.fstat(descriptor)
-        head = b""
-        complaint = ""
-        if not stat.S_ISREG(found.st_mode):
-            complaint = "it is no regular file; name another one"
-        elif found.st_uid != os.geteuid():
-            complaint = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}; name another file"
-        elif found.st_nlink > 1:
-            complaint = f"it has {found.st_nlink} names (hard links); name another file"
-        elif (head := _opened_head(descriptor, keys)) and not head.startswith(_OPENING):
-            complaint = "it is no trace of ringreduce; remove it, or name another file"
-    except ValueError as error:  # it is sealed, and these keys do not open it
-        raise FileExistsError(errno.EEXIST, f"{error}; or name another file") from None
-    else:
-        if complaint:
-            raise FileExistsError(errno.EEXIST, complaint)
-        return head
-    finally:
+    if not is_own_file(os.fstat(descriptor)):
         os.close(descriptor)
-
-
-def _opened_head(descriptor: int, keys: KeyFile) -> bytes:
-    """Return how the content of a file begins; of one that is sealed, what these keys open."""
-    head = os.pread(descriptor, _HEAD_NBYTES, 0)
-    if not is_sealed(head):
-        return head
-    with os.fdopen(os.dup(descriptor), "rb") as file:
-        return keys.opened(file, _PURPOSE).read(_HEAD_NBYTES)
+        why = "it is no regular file of this user's that has one name; name another file"
+        raise FileExistsError(errno.EEXIST, why)
+    try:
+        with os.fdopen(descriptor, "rb") as file:
+            head = file.read(_HEAD_NBYTES)
+            if is_sealed(head):
+                file.seek(0)
+                head = keys.opened(file, _PURPOSE).read(_HEAD_NBYTES)
+        if not head or head.startswith(_OPENING):
+            return head
+        why = "it is no trace of ringreduce; remove it"
+    except ValueError as error:  # it is sealed, and these keys do not open it
+        why = str(error)
+    raise FileExistsError(errno.EEXIST, f"{why}, or name another file")
