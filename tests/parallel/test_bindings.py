@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from suites.late_training import LATE_CHECKS
-from suites.local_training import LOCAL_CHECKS, NODE_CHECKS, check_warm_up
+from suites.local_training import LOCAL_CHECKS, NODE_CHECKS, check_resumed, check_warm_up
 from suites.trainees import Make
 from suites.training import CHECKS
 from suites.weighted_training import WEIGHTED_CHECKS, check_samples
@@ -60,6 +61,10 @@ def test_numbers_of_samples_with_other_options(nodes_of_two: None, make: Make, o
 @pytest.mark.parametrize("check", [*LOCAL_CHECKS, check_warm_up], ids=named)
 def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
     check(LocalTorch)
+
+
+def test_a_warm_up_is_resumed(nodes_of_one: None) -> None:
+    check_resumed(partial(LocalTorch, warmup_steps=3))
 
 
 @pytest.mark.parametrize("check", [*NODE_CHECKS, check_warm_up], ids=named)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from functools import partial
 from typing import Any
 
@@ -464,40 +463,6 @@ def test_complex_and_strided_parameters(world: rr.Communicator):
 
 
 # ---- the end, and going on ----
-
-
-@pytest.mark.spread
-@pytest.mark.parametrize("stop", [2, 3, 6, 7, 9])
-def test_a_run_that_is_stopped_goes_on_with_the_same_bits(nodes_of_one: None, stop: int):
-    """From what each rank has saved by itself, in another moment than the others; saving changes nothing."""
-
-    def make() -> tuple[Model, Optimizer]:
-        model = make_model()
-        adam = torch.optim.Adam(model.parameters(), lr=ETA)
-        return model, hvd.DiLoCo(adam, model, period=4, delay=1, warmup_steps=3)
-
-    def saved(model: Model, optimizer: Optimizer) -> io.BytesIO:
-        file = io.BytesIO()
-        torch.save((model.state_dict(), optimizer.state_dict()), file)
-        file.seek(0)
-        return file
-
-    expected, optimizer = make()
-    train(expected, optimizer, range(13))
-    model, optimizer = make()
-    train(model, optimizer, range(stop))
-    for rank in range(rr.size()):
-        if rank == rr.rank():
-            file = saved(model, optimizer)
-        rr.barrier()
-    train(model, optimizer, range(stop, 13))
-    assert bits(model.parameters()) == bits(expected.parameters())
-    model, optimizer = make()
-    weights, state = torch.load(file, weights_only=True)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    train(model, optimizer, range(stop, 13))
-    assert bits(model.parameters()) == bits(expected.parameters())
 
 
 @pytest.mark.parametrize("delay", [0, 1, 6])

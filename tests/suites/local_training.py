@@ -9,9 +9,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+from suites.exchanges import Exchanges, Weights
 from suites.trainees import (
     MOMENTUM,
     Floats,
@@ -118,13 +120,11 @@ class AllReplicas:
         self._replicas = replicas
         self._processes = [OneProcess(start(), momentum) for _ in replicas]
         self._exact = exact
-        self._options = {"outer_lr": 0.7, "outer_momentum": 0.9, "delay": 0, "warmup_steps": 0, **options}
-        fragments = [sum(number >= cut for cut in cuts) for number in range(len(start()))]
-        period = options["period"]
-        self._starts = {name: each * period // (len(cuts) + 1) for name, each in zip(start(), fragments, strict=True)}
-        self._agreed = self._mean()
-        self._moving = {name: np.zeros(value.shape) for name, value in start().items()}
-        self._sent: dict[str, list[Floats]] = {}
+        self._warmup_steps = options.get("warmup_steps", 0)
+        options = {"outer_lr": 0.7, "outer_momentum": 0.9, "delay": 0, **options, "fragments": len(cuts) + 1}
+        names = list(start())
+        fragments = [names[first:end] for first, end in pairwise([0, *cuts, len(names)])]
+        self._exchanges = Exchanges(options, self._warmup_steps, fragments)
 
     @property
     def weights(self) -> Mapping[str, Floats]:
@@ -135,54 +135,27 @@ class AllReplicas:
     def train(self, steps: range) -> AllReplicas:
         """Make steps, and return the process itself."""
         for step in steps:
-            local = step + 1 - self._options["warmup_steps"]
-            if local == 1:
-                self._agreed = self._mean()
+            self._change(self._exchanges.before_step)
             for replica, process in zip(self._replicas, self._processes, strict=True):
-                together = replica if local > 0 else range(runtime.size())
+                together = replica if step >= self._warmup_steps else range(runtime.size())
                 process.step(mean([slopes(process.weights, each, step, exact=self._exact) for each in together]))
-            if local > 0:
-                self._exchange(local)
+            self._change(self._exchanges.after_step)
         return self
 
     def synchronize(self) -> None:
-        for name in list(self._sent):
-            self._end(name)
-        self.rejoin()
+        self._change(self._exchanges.synchronize)
 
     def rejoin(self) -> None:
         """Give all replicas the average of what each has learnt."""
-        self._sent = {}
-        self._agreed = self._mean()
-        for process in self._processes:
-            process.weights = dict(self._agreed)
+        self._change(self._exchanges.average)
 
-    def _exchange(self, local: int) -> None:
-        """Begin and end the exchanges that are due after so many local steps."""
-        for name, first in self._starts.items():
-            if (local - first) % self._options["period"] == 0:
-                self._sent[name] = [process.weights[name] for process in self._processes]
-            if name in self._sent and (local - first - self._options["delay"]) % self._options["period"] == 0:
-                self._end(name)
-
-    def _end(self, name: str) -> None:
-        """Make the outer step; what a replica has learnt since it began is kept."""
-        then = self._sent.pop(name)
-        delta = self._mean_of([self._agreed[name] - each for each in then])
-        momentum = self._options["outer_momentum"]
-        self._moving[name] = momentum * self._moving[name] + delta
-        step = self._options["outer_lr"] * (delta + momentum * self._moving[name])
-        self._agreed[name] = self._agreed[name] - step
-        for process, before in zip(self._processes, then, strict=True):
-            process.weights[name] = self._agreed[name] + (process.weights[name] - before)
-
-    def _mean(self) -> dict[str, Floats]:
-        return {name: self._mean_of([each.weights[name] for each in self._processes]) for name in start()}
-
-    def _mean_of(self, values: Sequence[Floats]) -> Floats:
-        """Return the mean of the replicas, each of which counts by its ranks."""
-        counts = [len(replica) for replica in self._replicas]
-        return np.asarray(sum(n * each for n, each in zip(counts, values, strict=True)) / sum(counts))
+    def _change(self, change: Callable[[Sequence[Weights]], None]) -> None:
+        """Let the weights of all ranks change, of which those of a replica are equal."""
+        pairs = zip(self._replicas, self._processes, strict=True)
+        ranks = [[dict(process.weights) for _ in replica] for replica, process in pairs]
+        change([weights for replica in ranks for weights in replica])
+        for process, (weights, *_) in zip(self._processes, ranks, strict=True):
+            process.weights = weights
 
 
 def _ranks() -> list[list[int]]:
@@ -297,7 +270,10 @@ def check_resumed(make: Make) -> None:
         expected = make(start(), period=4, **options)
         saved = []
         for step in range(_STEPS):
-            saved.append(pickle.dumps((named(expected), expected.state_dict())))
+            for rank in range(runtime.size()):  # one after the other
+                if rank == runtime.rank():
+                    saved.append(pickle.dumps((named(expected), expected.state_dict())))
+                runtime.barrier()
             train(expected, range(step, step + 1), exact=False)
         for stop in (0, 2, 5, 8):
             values, state = pickle.loads(saved[stop])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,13 @@ class LocalTorch(Torch):
     """See `suites.local_training.LocalTrainee`."""
 
     wrap = hvd.DiLoCo
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load it as a checkpoint does that may hold tensors and numbers alone."""
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        super().load_state_dict(torch.load(file, weights_only=True))
 
     def rejoin(self) -> None:
         self.optimizer.rejoin()

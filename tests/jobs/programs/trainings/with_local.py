@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,30 @@ import torch
 import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce.training.options.local_options import LocalOptions
-from trainings import episodes, exchanges
-from trainings.episodes import PRIVATE, RANK, SIZE, Episode
-from trainings.exchanges import Exchanges, Weights
+from trainings import episodes
+from trainings.episodes import PRIVATE, RANK, SIZE, Draw, Episode
 from trainings.with_torch import OPTIMIZERS, Model, from_another_job
 
+sys.path.append(str(Path(__file__).parents[3]))
+from suites.exchanges import Exchanges, Weights
+
 _USES = ["net", "body", "penalty", "table", "scalar", "single", "strided", "empty"]
+
+
+def drawn(draw: Draw, parameters: int) -> dict[str, Any]:
+    """Return options of an optimizer of so many parameters that trains locally."""
+    period = draw.choice([1, 2, 3, 5])
+    options = {
+        "period": period,
+        "fragments": draw.randrange(1, min(period, parameters) + 1),
+        "delay": draw.choice([0, draw.randrange(period)]),
+        "replica": draw.choice(["node", "rank"]),
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+    }
+    if draw.chance(0.6):
+        options |= {"outer_lr": draw.choice([0.7, 1.0]), "outer_momentum": draw.choice([0.0, 0.9])}
+    return options
 
 
 class Buffered(Model):
@@ -54,7 +73,7 @@ class Training(episodes.Training):
             self.make_name, self.width = saved["made"]
         first = Buffered(self.width)
         self.warmup_steps = draw.choice([0, 0, 3])
-        self.options = exchanges.drawn(draw, len([*first.parameters()]))
+        self.options = drawn(draw, len([*first.parameters()]))
         self.averages_state = draw.chance(0.3) and self.options["delay"] == 0
         if saved is not None:
             self.options = {**saved["options"], "replica": self.options["replica"]}

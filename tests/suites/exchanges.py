@@ -1,4 +1,4 @@
-"""What LocalSGD and DiLoCo must come to: the replicas of all ranks in one process, in float64."""
+"""What exchanges of LocalSGD and DiLoCo must come to: the weights of all ranks in one process, in float64."""
 
 from __future__ import annotations
 
@@ -8,33 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainings.episodes import SIZE, Draw
-
 Array = npt.NDArray[np.float64]
 Weights = dict[str, Array]
-
-
-def drawn(draw: Draw, parameters: int) -> dict[str, Any]:
-    """Return options of an optimizer of so many parameters that trains locally."""
-    period = draw.choice([1, 2, 3, 5])
-    options = {
-        "period": period,
-        "fragments": draw.randrange(1, min(period, parameters) + 1),
-        "delay": draw.choice([0, draw.randrange(period)]),
-        "replica": draw.choice(["node", "rank"]),
-        "outer_lr": 1.0,
-        "outer_momentum": 0.0,
-    }
-    if draw.chance(0.6):
-        options |= {"outer_lr": draw.choice([0.7, 1.0]), "outer_momentum": draw.choice([0.0, 0.9])}
-    return options
 
 
 class Exchanges:
     """The exchanges of all ranks, by closed form.
 
     Args:
-        options: as `drawn` returns them.
+        options: period, delay, fragments, outer_lr and outer_momentum, as for `DiLoCo`.
         warmup_steps: how many first steps exchange nothing.
         fragments: the names of the parameters in each.
 
@@ -91,7 +73,7 @@ class Exchanges:
     def _end(self, number: int, ranks: Sequence[Weights]) -> None:
         then = self._then.pop(number)
         for name in self._groups()[number]:
-            agreed = sum(each[name] for each in then) / SIZE
+            agreed = np.mean([each[name] for each in then], axis=0)
             if number < len(self._fragments) and not self._averages_weights():
                 lr, mu = self._options["outer_lr"], self._options["outer_momentum"]
                 delta = self._agreed[name] - agreed
@@ -114,6 +96,6 @@ class Exchanges:
         """Forget exchanges that are under way, and average what the ranks have."""
         self._then.clear()
         for name in (name for group in self._groups() for name in group):
-            self._agreed[name] = sum(each[name] for each in ranks) / SIZE
+            self._agreed[name] = np.asarray(np.mean([each[name] for each in ranks], axis=0))
             for rank in ranks:
                 rank[name] = self._agreed[name].copy()
