@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringreduce.bench.cases import COLLECTIVES, Case
+from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, Case
 from ringreduce.bench.measure import Summary
+from ringreduce.common.quantities import parse_nbytes
+from ringreduce.common.settings import OneOf, PathOf, WholeNumber, option, switch
+
+
+def size(text: str) -> int:
+    """Read the size of a buffer in bytes."""
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a size: {error}") from None
+
+
+def _names(known: Collection[str], everything: tuple[str, ...] = ()) -> Callable[[str], tuple[str, ...]]:
+    """Return what reads names out of a known set, separated by commas; ``all`` where that has a meaning."""
+
+    def names(text: str) -> tuple[str, ...]:
+        found = everything if text == "all" and everything else tuple(dict.fromkeys(text.split(",")))
+        for name in found:
+            if name not in known:
+                raise ValueError(f"{name!r} is not one of {', '.join([*known, *(['all'] if everything else [])])}")
+        return found
+
+    return names
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user asked for, in the form in which a report repeats it.
+    """What the user asked for, in the form in which a report repeats it. Rows are options of ``bench``.
 
     Attributes:
         collective: our name of it.
@@ -40,26 +63,44 @@ class Settings:
     """
 
     collective: str
-    min_nbytes: int = 32 << 20
-    max_nbytes: int = 32 << 20
-    step_nbytes: int | None = None
-    step_factor: int = 2
-    iterations: int | None = None
-    warmup: int | None = None
-    aggregated: int = 1
-    cycles: int = 1
-    check: int = 1
-    ops: tuple[str, ...] = ("sum",)
-    types: tuple[str, ...] = ("float",)
-    root: int = 0
-    algorithm: str = "auto"
+    min_nbytes: int = option("-b --minbytes", size, 32 << 20, "First size; takes K, M, G.", unset="32M")
+    max_nbytes: int = option(
+        "-e --maxbytes", size, 32 << 20, "Last size, measured too if jumped over.", unset="32M, or --minbytes"
+    )
+    step_nbytes: int | None = option("-i --stepbytes", size, None, "From size to size, add this much ...")
+    step_factor: int = option("-f --stepfactor", WholeNumber(2), 2, "... or multiply by it.")
+    iterations: int | None = option("-n --iters", WholeNumber(1), None, "Timed iterations.", unset="300 to 16, by size")
+    warmup: int | None = option(
+        "-w --warmup_iters", WholeNumber(0), None, "Calls before the timed ones.", unset="10 or 3, by size"
+    )
+    aggregated: int = option(
+        "-m --agg_iters",
+        WholeNumber(1),
+        1,
+        "Calls in a row that are timed as one; the figure is that of one of them.",
+    )
+    cycles: int = option(
+        "-N --run_cycles", WholeNumber(0), 1, "Measure everything so often; 0: until it is interrupted."
+    )
+    check: int = option("-c --check", WholeNumber(0), 1, "Verify so often, and after; 0: never.")
+    ops: tuple[str, ...] = option("-o --op", _names(OPS, tuple(OPS)), ("sum",), "Operations, or all.", unset="sum")
+    types: tuple[str, ...] = option(
+        "-d --datatype", _names(TYPES, NCCL_TYPES), ("float",), "Types, or all (those of nccl-tests).", unset="float"
+    )
+    root: int = option("-r --root", WholeNumber(0), 0, "Of broadcast, reduce, gather and scatter.")
+    algorithm: str = option("--algorithm", str, "auto", "auto, all, or a name as `explain` prints it.")
     shared_buffers: bool = False
     new_results: bool = False
-    peers: tuple[str, ...] = ()
-    format: str = "nccl"
-    output_file: str | None = None
-    per_iteration: bool = False
-    device: str = "cpu"
+    peers: tuple[str, ...] = option("--vs", _names(("mpi", "gloo")), (), "Measure mpi and/or gloo in turn with ours.")
+    format: str = option("--format", OneOf(("nccl", "short", "json", "csv")), "nccl", "Layout; short fits a terminal.")
+    output_file: str | None = option("-J --output_file", PathOf(), None, "Write the JSON report there as well.")
+    per_iteration: bool = option("-I --per_iter_timing", switch, False, "Show how the iterations' times spread.")
+    device: str = option(
+        "--device",
+        OneOf(("cpu", "cuda")),
+        "cpu",
+        "Where the arrays are; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.",
+    )
 
     @property
     def buffers(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,29 @@ import ringreduce
 from ringreduce.bench import bench as benchmark
 from ringreduce.bench import plots
 from ringreduce.bench import tune as tuner
-from ringreduce.bench.cases import COLLECTIVES, NCCL_TYPES, OPS, TYPES, native_dtype, sizes
-from ringreduce.bench.formats import WRITERS, to_json
-from ringreduce.bench.peers import PEERS
+from ringreduce.bench.cases import COLLECTIVES, TYPES, native_dtype, sizes
+from ringreduce.bench.formats import to_json
 from ringreduce.bench.results import Report, Settings
 from ringreduce.cli.progress_bar import ProgressLine
-from ringreduce.cli.run import Parsed
+from ringreduce.cli.run import Parsed, kind_of
 from ringreduce.cli.wrong_options import RankCommand
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file, require_writable
 from ringreduce.common.quantities import format_nbytes, parse_nbytes
+from ringreduce.common.settings import rows
 from ringreduce.doctor.tables import print_table
 
 __all__ = ["ProgressLine", "bench", "explain", "tune"]
 
 
-def _names(known: Iterable[str], everything: tuple[str, ...] = ()) -> Parsed:
-    """Return the type of names out of a known set, separated by commas; ``all`` where that has a meaning."""
-
-    def read(text: str) -> tuple[str, ...]:
-        if text == "all" and everything:
-            return everything
-        names = tuple(dict.fromkeys(text.split(",")))
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{name!r} is not one of {', '.join([*known, *(['all'] if everything else [])])}")
-        return names
-
-    return Parsed("names", read, "{1}")
+def _options(function: Callable[..., int]) -> Callable[..., int]:
+    """Add an option for each row of `Settings`; what is not given is None."""
+    for name, default, row in reversed([*rows(Settings)]):
+        of = getattr(row.parse, "__name__", "")
+        kind = {"is_flag": True} if isinstance(default, bool) else {"type": kind_of(of, row.parse)}
+        shown = row.unset or (str(default) not in ("None", "False", "()") and str(default))
+        function = click.option(*row.options, name, default=None, show_default=shown, help=row.help, **kind)(function)
+    return function
 
 
 def _say_if_alone(name: str, form: str) -> None:
@@ -71,61 +66,7 @@ Examples:
 
 @click.command(cls=RankCommand, epilog=_EXAMPLES, short_help="Measure a collective.")
 @click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all"]))
-@click.option("-b", "--minbytes", "min_nbytes", type=_NBYTES, default="32M", help="First size; takes K, M, G.")
-@click.option(
-    "-e",
-    "--maxbytes",
-    "max_nbytes",
-    type=_NBYTES,
-    show_default="32M, or --minbytes",
-    help="Last size, measured too if jumped over.",
-)
-@click.option("-i", "--stepbytes", "step_nbytes", type=_NBYTES, help="From size to size, add this much ...")
-@click.option("-f", "--stepfactor", "step_factor", type=click.IntRange(2), default=2, help="... or multiply by it.")
-@click.option(
-    "-n",
-    "--iters",
-    "iterations",
-    type=click.IntRange(1),
-    show_default="300 to 16, by size",
-    help="Timed iterations.",
-)
-@click.option(
-    "-w",
-    "--warmup_iters",
-    "warmup",
-    type=click.IntRange(0),
-    show_default="10 or 3, by size",
-    help="Calls before the timed ones.",
-)
-@click.option(
-    "-m",
-    "--agg_iters",
-    "aggregated",
-    type=click.IntRange(1),
-    default=1,
-    help="Calls in a row that are timed as one iteration; the figure is that of one of them.",
-)
-@click.option(
-    "-N",
-    "--run_cycles",
-    "cycles",
-    type=click.IntRange(0),
-    default=1,
-    help="Measure everything so often; 0: until it is interrupted.",
-)
-@click.option("-c", "--check", type=click.IntRange(0), default=1, help="Verify so often, and after; 0: never.")
-@click.option("-o", "--op", "ops", type=_names(OPS, tuple(OPS)), default="sum", help="Operations, or all.")
-@click.option(
-    "-d",
-    "--datatype",
-    "types",
-    type=_names(TYPES, NCCL_TYPES),
-    default="float",
-    help="Element types, or all (those of nccl-tests).",
-)
-@click.option("-r", "--root", type=click.IntRange(0), default=0, help="Of broadcast, reduce, gather and scatter.")
-@click.option("--algorithm", default="auto", help="auto, all, or a name as `explain` prints it.")
+@_options
 @click.option(
     "--buffers",
     type=click.Choice(["shared", "private"]),
@@ -138,15 +79,6 @@ Examples:
     default="given",
     help="Out of place: into the same array each time, or into new ones, and then nothing in place.",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    help="Where the arrays are; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.",
-)
-@click.option("--vs", "peers", type=_names(PEERS), default=(), help="Measure mpi and/or gloo in turn with ours.")
-@click.option("--format", type=click.Choice(list(WRITERS)), default="nccl", help="Layout; short fits a terminal.")
-@click.option("-J", "--output_file", type=click.Path(dir_okay=False), help="Write the JSON report there as well.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
 @click.option(
     "--report",
@@ -155,7 +87,6 @@ Examples:
     metavar="FILE",
     help="Write a page of HTML with curves, tables, and where others were faster.",
 )
-@click.option("-I", "--per_iter_timing", "per_iteration", is_flag=True, help="Show how the iterations' times spread.")
 def bench(**options: Any) -> int:
     """Measure a COLLECTIVE: allreduce, reduce_scatter, allgather, broadcast, alltoall, reduce, gather or scatter; or
     messages: sendrecv, latency or bandwidth.
@@ -180,17 +111,17 @@ def bench(**options: Any) -> int:
     In sendrecv each rank sends to the next one while it receives. The other two are between ranks 0 and 1: latency is
     half the time there and back; for bandwidth, 16 messages are sent in a row, and then answered once.
     """
-    name = options["collective"]
     plot = options.pop("plot")
     page = options.pop("page")
+    settings = _settings(options)
+    name = settings.collective
     several = name == "all"
-    if several and (plot or options["output_file"]):
+    if several and (plot or settings.output_file):
         raise click.UsageError("--plot and -J are for one collective; with all there is --report")
-    if not options["cycles"] and (several or plot or page or options["output_file"] or options["format"] == "json"):
+    if not settings.cycles and (several or plot or page or settings.output_file or settings.format == "json"):
         raise click.UsageError("-N 0 comes to no end, so it takes a table of one collective alone")
     if plot or page:
         plots.require_matplotlib(plot)
-    settings = _settings(options)
     ringreduce.init()
     _require_writable([path for path in (settings.output_file, plot, page) if path])
     reports = _reports(settings)
@@ -283,12 +214,14 @@ def explain(
 
 def _settings(options: dict[str, Any]) -> Settings:
     """Turn options into settings, and check what needs no other rank."""
-    for name in options["types"]:
-        native_dtype(TYPES[name])
-    options["max_nbytes"] = _last_size(options["min_nbytes"], options["max_nbytes"], 32 << 20)
     shared = options.pop("buffers") == "shared"
     new = options.pop("results") == "new"
-    return Settings(shared_buffers=shared, new_results=new, **options)
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = Settings(shared_buffers=shared, new_results=new, **given)
+    for name in settings.types:
+        native_dtype(TYPES[name])
+    last = _last_size(settings.min_nbytes, given.get("max_nbytes"), settings.max_nbytes)
+    return replace(settings, max_nbytes=last)
 
 
 def _require_writable(paths: Sequence[str]) -> None:

@@ -90,7 +90,7 @@ class _UsablePath(click.Path):
         return self._path(str(super().convert(value, param, ctx)))
 
 
-def _kind(name: str, read: Callable[[str], Any]) -> click.ParamType[Any]:
+def kind_of(name: str, read: Callable[[str], Any]) -> click.ParamType[Any]:
     """Return click's type for what reads the value of an option."""
     if isinstance(read, PathOf):
         return _UsablePath(read)
@@ -124,10 +124,10 @@ def _how(name: str, default: Any, row: Setting) -> dict[str, Any]:
         return {"is_flag": True, "default": default}
     standard = f"{default:g}" if isinstance(default, float) else default
     if name in _OF_RANKS:
-        return {"type": _kind(name, _text_for_ranks(row)), "show_default": row.unset or standard or False}
+        return {"type": kind_of(name, _text_for_ranks(row)), "show_default": row.unset or standard or False}
     shown = row.unset or (standard if isinstance(default, float) else True)
     value = None if default == () else default
-    return {"type": _kind(name, row.parse), "default": value, "show_default": shown, "multiple": row.several}
+    return {"type": kind_of(name, row.parse), "default": value, "show_default": shown, "multiple": row.several}
 
 
 def _options(function: Callable[..., int]) -> Callable[..., int]:
