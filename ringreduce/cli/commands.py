@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,14 @@ from ringreduce.bench.cases import COLLECTIVES, TYPES, native_dtype, sizes
 from ringreduce.bench.formats import to_json
 from ringreduce.bench.results import Report, Settings
 from ringreduce.cli.progress_bar import ProgressLine
-from ringreduce.cli.run import Parsed, kind_of
+from ringreduce.cli.run import Parsed, options_from
 from ringreduce.cli.wrong_options import RankCommand
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import replace_file, require_writable
 from ringreduce.common.quantities import format_nbytes, parse_nbytes
-from ringreduce.common.settings import rows
 from ringreduce.doctor.tables import print_table
 
 __all__ = ["ProgressLine", "bench", "explain", "tune"]
-
-
-def _options(function: Callable[..., int]) -> Callable[..., int]:
-    """Add an option for each row of `Settings`; what is not given is None."""
-    for name, default, row in reversed([*rows(Settings)]):
-        of = getattr(row.parse, "__name__", "")
-        kind = {"is_flag": True} if isinstance(default, bool) else {"type": kind_of(of, row.parse)}
-        shown = row.unset or (str(default) not in ("None", "False", "()") and str(default))
-        function = click.option(*row.options, name, default=None, show_default=shown, help=row.help, **kind)(function)
-    return function
 
 
 def _say_if_alone(name: str, form: str) -> None:
@@ -66,7 +55,7 @@ Examples:
 
 @click.command(cls=RankCommand, epilog=_EXAMPLES, short_help="Measure a collective.")
 @click.argument("collective", metavar="COLLECTIVE", type=click.Choice([*COLLECTIVES, "all"]))
-@_options
+@options_from(Settings)
 @click.option(
     "--buffers",
     type=click.Choice(["shared", "private"]),

@@ -90,7 +90,7 @@ class _UsablePath(click.Path):
         return self._path(str(super().convert(value, param, ctx)))
 
 
-def kind_of(name: str, read: Callable[[str], Any]) -> click.ParamType[Any]:
+def _kind(name: str, read: Callable[[str], Any]) -> click.ParamType[Any]:
     """Return click's type for what reads the value of an option."""
     if isinstance(read, PathOf):
         return _UsablePath(read)
@@ -124,10 +124,10 @@ def _how(name: str, default: Any, row: Setting) -> dict[str, Any]:
         return {"is_flag": True, "default": default}
     standard = f"{default:g}" if isinstance(default, float) else default
     if name in _OF_RANKS:
-        return {"type": kind_of(name, _text_for_ranks(row)), "show_default": row.unset or standard or False}
+        return {"type": _kind(name, _text_for_ranks(row)), "show_default": row.unset or standard or False}
     shown = row.unset or (standard if isinstance(default, float) else True)
     value = None if default == () else default
-    return {"type": kind_of(name, row.parse), "default": value, "show_default": shown, "multiple": row.several}
+    return {"type": _kind(name, row.parse), "default": value, "show_default": shown, "multiple": row.several}
 
 
 def _options(function: Callable[..., int]) -> Callable[..., int]:
@@ -137,6 +137,21 @@ def _options(function: Callable[..., int]) -> Callable[..., int]:
             texts = {"metavar": row.metavar or None, "hidden": row.hidden, "help": row.help}
             function = click.option(*row.options, name, **texts, **_how(name, default, row))(function)
     return function
+
+
+def options_from(table: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return what adds an option for each row of a table; what is not given is None."""
+
+    def add(function: Callable[..., int]) -> Callable[..., int]:
+        for name, default, row in reversed([*rows(table)]):
+            of = getattr(row.parse, "__name__", "").removeprefix("parse_")
+            kind = {"is_flag": True} if isinstance(default, bool) else {"type": _kind(of, row.parse)}
+            shown = row.unset or (str(default) not in ("None", "False", "()") and str(default))
+            texts = {"metavar": row.metavar or None, "help": row.help, "show_default": shown}
+            function = click.option(*row.options, name, default=None, **texts, **kind)(function)
+        return function
+
+    return add
 
 
 @click.command(

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ringreduce.bench import plots
 from ringreduce.bench.cases import sizes
 from ringreduce.cli.progress_bar import ProgressLine
-from ringreduce.cli.run import Parsed
+from ringreduce.cli.run import Parsed, options_from
 from ringreduce.cli.wrong_options import Command
 from ringreduce.common.files import read_file
 from ringreduce.common.launch import launch
 from ringreduce.common.quantities import parse_nbytes, parse_rate, parse_seconds
-from ringreduce.simulate.cluster import WIRES, Cluster, Rates, links_of, topology_of
+from ringreduce.simulate.cluster import Cluster, Rates, links_of, topology_of
 from ringreduce.simulate.report import figure, scaling, simulate, to_dict, to_text
 from ringreduce.simulate.step_times import SimulatedTraining
-
-_memory_rate = partial(parse_rate, of_link=False)
 
 
 def _nodes(text: str) -> tuple[int, ...]:
@@ -45,13 +41,10 @@ def _of_a_number(parse: Any) -> Any:
 
 
 _RATE = Parsed("rate", parse_rate)
-_MEMORY_RATE = Parsed("rate", _memory_rate)
 _TIME = Parsed("time", parse_seconds)
 _NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
-_BUCKET = f"{SimulatedTraining.bucket_nbytes >> 20}M"
 _SLOW = Parsed("link", _of_a_number(parse_rate))
 _LATE = Parsed("delay", _of_a_number(parse_seconds))
-_RATE_BPS = 100e9 / 8  # bytes per second, where --link says nothing
 #: Option -> the term of `Model` that it sets; and, for messages inside a node, the term of `Links`.
 _TERMS = {
     "rates": "beta",
@@ -76,13 +69,7 @@ Examples:
 @click.option("--nodes", type=click.IntRange(1), default=2, help="How many.")
 @click.option("--ranks-per-node", "ranks", type=Parsed("counts", _nodes), default="1", help="Or of each: 8,8,4.")
 @click.option("--link", "rates", type=_RATE, multiple=True, help="Rate of a node's link: 100Gbit/s, 100G, 12.5GB/s.")
-@click.option("--latency", "latency_s", type=_TIME, default="2us", help="Until an empty message arrives.")
-@click.option("--message", "message_s", type=_TIME, default="5us", help="Of a processor, for one sent or received.")
-@click.option("--barrier", "barrier_s", type=_TIME, default="5us", help="Of the ranks of a node.")
-@click.option("--memory", "memory_rate", type=_MEMORY_RATE, default="8GB/s", help="Of access to other ranks' memory.")
-@click.option("--reduction", "reduction_rate", type=_MEMORY_RATE, default="10GB/s", help="At which a rank reduces.")
-@click.option("--within", "within_s", type=_TIME, default="1us", help="Latency of messages inside a node.")
-@click.option("--burst", "burst_nbytes", type=_NBYTES, default=0, help="What a link lets through at once after a rest.")
+@options_from(Rates)
 @click.option("--slow-link", "slow", type=_SLOW, multiple=True, metavar="NODE:RATE", help="Repeatable.")
 @click.option("--late", type=_LATE, multiple=True, metavar="RANK:TIME", help="Repeatable.")
 @click.option("--noise", type=_TIME, default="0s", help="Mean of the exponential delay of each rank.")
@@ -91,15 +78,7 @@ Examples:
 @click.option("-e", "--maxbytes", type=_NBYTES, default="256M", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=16, help="From size to size.")
 @click.option("--algorithm", "algorithms", multiple=True, help="Instead of all. Repeatable.")
-@click.option("--compute", "compute_s", type=_TIME, help="Forward and backward pass of a step of a training.")
-@click.option("--gradients", "nbytes", type=_NBYTES, help="Their size; takes K, M, G.")
-@click.option("--update", "update_s", type=_TIME, default="0s", help="The optimizer's step.")
-@click.option("--overlap", is_flag=True, help="Reduce buckets during the backward pass.")
-@click.option("--bucket", "bucket_nbytes", type=_NBYTES, default=_BUCKET, help="Size of a bucket.")
-@click.option("--period", type=click.IntRange(1), default=1, help="Steps from one exchange to the next.")
-@click.option("--staleness", type=click.IntRange(0), default=0, help="Steps after which averages are used.")
-@click.option("--shard", is_flag=True, help="The ranks of a node share the update.")
-@click.option("--wire", type=click.Choice(WIRES), help="Format of gradients between nodes.")
+@options_from(SimulatedTraining)
 @click.option("--scaling", "grows", is_flag=True, help="Simulate the training on 1, 2, 4, ... ranks, for each --link.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw it: .png, .svg or .pdf.")
@@ -152,14 +131,13 @@ def _cluster(options: dict[str, Any]) -> Cluster:
     nodes = options["nodes"]
     if len(ranks) not in (1, nodes):
         raise click.UsageError(f"--ranks-per-node has {len(ranks)} counts, for {nodes} nodes")
-    usual = _made(Rates, {**options, "rate": options["rates"][0] if options["rates"] else _RATE_BPS}).links()
+    usual = _made(Rates, {**options, "rate": options["rates"][0] if options["rates"] else None}).links()
     links = links_of(
         (read_file(path, most_nbytes=64 << 20).decode(errors="replace") for path in options["reports"]), usual
     )
-    source = click.get_current_context().get_parameter_source
-    said = {name for name in options if source(name) is ParameterSource.COMMANDLINE}
-    between = {term: getattr(usual.between, term) for name, term in _TERMS.items() if name in said}
-    within = {term: getattr(usual, term) for name, term in _TERMS_WITHIN.items() if name in said}
+    given = {name for name, value in options.items() if value not in (None, ())}
+    between = {term: getattr(usual.between, term) for name, term in _TERMS.items() if name in given}
+    within = {term: getattr(usual, term) for name, term in _TERMS_WITHIN.items() if name in given}
     links = replace(links, between=replace(links.between, **between), **within)
     slow = {node: 1 / slower / links.between.beta for node, slower in options["slow"]}
     topology = topology_of(ranks if len(ranks) == nodes else ranks * nodes)
@@ -167,5 +145,6 @@ def _cluster(options: dict[str, Any]) -> Cluster:
 
 
 def _made(kind: type[Any], options: dict[str, Any]) -> Any:
-    """Return a value whose fields are options."""
-    return kind(**{each.name: options[each.name] for each in fields(kind)})
+    """Return a value whose fields are options, those that were given."""
+    values = {each.name: options.get(each.name) for each in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if value is not None})

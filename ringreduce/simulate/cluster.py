@@ -19,8 +19,9 @@ from ringreduce.collectives.choice.selection import choose
 from ringreduce.collectives.choice.tuning import CostModel, is_ours
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.quantities import format_seconds
+from ringreduce.common.quantities import format_seconds, parse_nbytes, parse_rate, parse_seconds
 from ringreduce.common.reduce_ops import SUM
+from ringreduce.common.settings import OneOf, option
 from ringreduce.common.topology import Topology
 from ringreduce.simulate.clock import Links, ends_of
 from ringreduce.simulate.rounds import Floats
@@ -35,6 +36,11 @@ _WITHIN = ("sync", "copy", "gamma", "message")
 #: Formats in which gradients may travel between nodes, and elements on which their size is measured.
 WIRES = tuple(CODECS)
 _CODED = 1 << 20
+
+
+def parse_memory_rate(text: str) -> float:
+    """Read a rate of memory, in bytes per second."""
+    return parse_rate(text, of_link=False)
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,17 @@ class Rates:
         wire: the format in which gradients travel between nodes; None: as they are.
     """
 
-    rate: float
-    latency_s: float
-    message_s: float
-    barrier_s: float
-    memory_rate: float
-    reduction_rate: float
-    within_s: float
-    burst_nbytes: int = 0
-    wire: str | None = None
+    rate: float = 100e9 / 8
+    latency_s: float = option("--latency", parse_seconds, 2e-6, "Until an empty message arrives.", unset="2us")
+    message_s: float = option(
+        "--message", parse_seconds, 5e-6, "Of a processor, for one sent or received.", unset="5us"
+    )
+    barrier_s: float = option("--barrier", parse_seconds, 5e-6, "Of the ranks of a node.", unset="5us")
+    memory_rate: float = option("--memory", parse_memory_rate, 8e9, "Of access to other ranks' memory.", unset="8GB/s")
+    reduction_rate: float = option("--reduction", parse_memory_rate, 10e9, "At which a rank reduces.", unset="10GB/s")
+    within_s: float = option("--within", parse_seconds, 1e-6, "Latency of messages inside a node.", unset="1us")
+    burst_nbytes: int = option("--burst", parse_nbytes, 0, "What a link lets through at once after a rest.")
+    wire: str | None = option("--wire", OneOf(WIRES), None, "Format of gradients between nodes.")
 
     def links(self) -> Links:
         """Return the terms of the model."""

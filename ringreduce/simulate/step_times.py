@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringreduce.common.config import Config
-from ringreduce.common.quantities import format_nbytes, format_seconds
+from ringreduce.common.quantities import format_nbytes, format_seconds, parse_nbytes, parse_seconds
+from ringreduce.common.settings import WholeNumber, option, switch
 from ringreduce.simulate.cluster import Cluster
 
 #: Of the computation of a step, what the backward pass takes: twice the forward pass.
@@ -21,6 +22,7 @@ _BACKWARD = 2 / 3
 #: Exchanges that are simulated, the first of which are not counted.
 _EXCHANGES = 60
 _SKIPPED = 20
+_BUCKET = Config().bucket_nbytes
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,14 @@ class SimulatedTraining:
         shard: whether the ranks of a node share the update.
     """
 
-    compute_s: float
-    nbytes: int
-    update_s: float = 0.0
-    bucket_nbytes: int = Config().bucket_nbytes
-    overlap: bool = False
-    period: int = 1
-    staleness: int = 0
-    shard: bool = False
+    compute_s: float = option("--compute", parse_seconds, None, "Forward and backward pass of a step of a training.")
+    nbytes: int = option("--gradients", parse_nbytes, None, "Their size; takes K, M, G.")
+    update_s: float = option("--update", parse_seconds, 0.0, "The optimizer's step.", unset="0s")
+    bucket_nbytes: int = option("--bucket", parse_nbytes, _BUCKET, "Size of a bucket.", unset=f"{_BUCKET >> 20}M")
+    overlap: bool = option("--overlap", switch, False, "Reduce buckets during the backward pass.")
+    period: int = option("--period", WholeNumber(1), 1, "Steps from one exchange to the next.")
+    staleness: int = option("--staleness", WholeNumber(0), 0, "Steps after which averages are used.")
+    shard: bool = option("--shard", switch, False, "The ranks of a node share the update.")
 
     def describe(self) -> str:
         """Say it in one line."""
