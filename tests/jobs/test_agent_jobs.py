@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launching import LIMIT_S, needs
+from launching import LIMIT_S
 
 import ringreduce as rr
 from ringreduce.common.errors import CollectiveError, PeerLostError
 from ringreduce.common.processes import ancestors
+from ringreduce.elastic import NumpyState, run
 from ringreduce.engines import run_on
 from ringreduce.engines.slots import Slots, hold, slots
 
@@ -58,15 +59,13 @@ def test_ranks_go_on_when_one_dies(held: Slots, doomed: int) -> None:
 
 def steps_with_a_daemon_that_dies(folder: str, doomed: int) -> tuple[int, bool, int]:
     """Count steps; return the number of ranks, whether the last job began with a commit, and the sum over the steps."""
-    import ringreduce.torch as hvd
-
-    hvd.init()
+    rr.init()
     begun = None
 
-    @hvd.elastic.run
+    @run
     def count(state: Any) -> None:
         while state.step < STEPS:
-            if state.step == STEPS // 2 and hvd.rank() == doomed and begun is None:
+            if state.step == STEPS // 2 and rr.rank() == doomed and begun is None:
                 while len(list(Path(folder).glob("commit-*"))) < 2:  # the launcher has heard of the first
                     time.sleep(0.01)  # they are written in the background
                 os.kill(next(pid for pid, name in ancestors() if name == "prted"), signal.SIGKILL)
@@ -74,15 +73,14 @@ def steps_with_a_daemon_that_dies(folder: str, doomed: int) -> tuple[int, bool, 
             state.step += 1
             state.commit()
 
-    state: Any = hvd.elastic.TorchState(step=0, total=0)
+    state: Any = NumpyState(step=0, total=0)
     begun = state.keep_on_disk(folder)
     count(state)
-    return hvd.size(), begun is not None, state.total
+    return rr.size(), begun is not None, state.total
 
 
 def test_the_job_begins_again_when_a_daemon_dies(held: Slots, tmp_path: Path) -> None:
     """From its last commit, without that part; each step counts once."""
-    needs("torch")
     call = (str(tmp_path / "commits"), 1)
     found = run_on(held, HOSTS, steps_with_a_daemon_that_dies, call, address="127.0.0.1", options=["--elastic"])
     assert found == [(2, True, STEPS)] * 2

@@ -11,7 +11,7 @@ import pytest
 from launching import RINGREDUCE, Job, needs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
-SHORT = ["--epochs", 1, "--batch-size", 64]  # 40 steps of two ranks
+SHORT = ["--epochs", 2, "--batch-size", 64]  # of 40 steps of two ranks
 
 
 def run(*arguments: object) -> Job:
@@ -27,31 +27,29 @@ def weights(done: Job) -> str:
     return found[1]
 
 
-def test_a_job_that_begins_again_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """With too few ranks left, the job goes on from disk, as many ranks as before: as if nothing had happened."""
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """What a job says of its weights that nothing disturbs."""
     needs("torch")
-    undisturbed = run("--elastic", "-np", 2, sys.executable, EXAMPLE, *SHORT)
+    return weights(run("--elastic", "-np", 2, sys.executable, EXAMPLE, *SHORT))
+
+
+@pytest.mark.parametrize(("step", "commit"), [(33, "25|30"), (44, "40")], ids=["in an epoch", "at its end"])
+def test_a_job_that_begins_again_ends_in_the_same_bits(
+    tmp_path: Path, undisturbed: str, step: int, commit: str
+) -> None:
+    """With too few ranks left, the job goes on from disk, as many ranks as before: as if nothing had happened.
+
+    Commit 40, which is on disk at step 44, is that of the last step of an epoch, of whose samples none is left.
+    """
     again = run(
         *("--elastic", "-np", 2, "--min-np", 2, "--max-restarts", 1, sys.executable, EXAMPLE, *SHORT),
-        *("--folder", tmp_path / "commits", "--fail", "0@33"),
+        *("--folder", tmp_path / "commits", "--fail", f"0@{step}"),
     )
-    assert weights(again) == weights(undisturbed)
+    assert weights(again) == undisturbed
     assert "too few ranks survive: 1, and --min-np (RINGREDUCE_MIN_NP) is 2" in again.stderr
     assert "starting it again (1 of 1)" in again.stderr
-    assert re.search("going on from commit (25|30) on disk", again.stdout)
-
-
-def test_a_job_begins_again_at_the_end_of_an_epoch(tmp_path: Path) -> None:
-    """Of whose samples none is left: commit 40, which is on disk at step 44, is that of the epoch's last step."""
-    needs("torch")
-    long = ["--epochs", 2, *SHORT[2:]]
-    undisturbed = run("--elastic", "-np", 2, sys.executable, EXAMPLE, *long)
-    again = run(
-        *("--elastic", "-np", 2, "--min-np", 2, "--max-restarts", 1, sys.executable, EXAMPLE, *long),
-        *("--folder", tmp_path / "commits", "--fail", "0@44"),
-    )
-    assert weights(again) == weights(undisturbed)
-    assert "going on from commit 40 on disk" in again.stdout
+    assert re.search(f"going on from commit ({commit}) on disk", again.stdout)
 
 
 NOT_ELASTIC = """

@@ -20,7 +20,7 @@ TRANSFORMER = [str(EXAMPLES / "char_transformer.py"), "--batch-size=12", "--ever
 KINDS = {"data": 4, "data --shard=node": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "mesh": 4}
 MNIST = {
     "example": [str(EXAMPLES / "mnist.py")],
-    "demo": [str(EXAMPLES.parent / "benchmarks" / "mnist.py"), "--epochs=1"],
+    "demo": [str(EXAMPLES.parent / "benchmarks" / "mnist.py"), "--epochs=1", "--batch-size=64"],
 }
 
 

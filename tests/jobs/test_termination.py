@@ -332,8 +332,8 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, environment: dict[str, st
         ("", "rr.recv(np.ones(1 << 18))"),
         ("", "rr.send(np.ones(1 << 18), 2)"),
         ("", "while True: rr.send(np.ones(1), 2)"),
-        ("import torch, ringreduce.torch as hvd", "hvd.allreduce(torch.ones(4))"),
-        ("import torch, ringreduce.torch as hvd", "hvd.join()"),
+        ("", "rr.allgather_object(1)"),
+        ("from ringreduce.training.calls.requests import join", "join()"),
     ],
     ids=["small", "large", "receive", "receive from any", "send", "small sends", "an operation", "join"],
 )
@@ -348,7 +348,7 @@ def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, imports: str
         {imports}
         rr.init()
         for _ in range(3):
-            {"hvd.allreduce(torch.ones(4))" if imports else ""}
+            rr.allgather_object(0)
             rr.barrier()
         if rr.rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
