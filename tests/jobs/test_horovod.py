@@ -158,29 +158,31 @@ def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
     assert done.stderr.count("import work; work()") == 1
 
 
-@pytest.mark.parametrize(
-    ("function", "complaint"),
-    [
-        ("fail, (1, raise_it)", r"rank 1 of 2 failed:\nTraceback .*KeyError: 'the reason'"),
-        ("fail, (0, leave)", r"rank 0 of 2 failed:\nTraceback .*in leave.*SystemExit: 0"),
-        ("fail, (1, die)", r"of 2 ranks these had not returned: (0, )?1;|rank 1 is lost"),
-        ("no_result", r"rank [01] of 2 failed:\nTraceback .*cannot pickle"),
-        ("fail_early", r"rank 1 of 2 failed:\nTraceback .*in fail_early.*KeyError: 'the reason'"),
-        ("fail_and_stay", r"rank [01] of 2 failed:\nTraceback .*KeyError: 'the reason'"),
-    ],
-)
-def test_run_raises_what_a_rank_failed_of(run_script, function: str, complaint: str) -> None:
+#: Calls of ``horovod.run``, and what the error says.
+FAILURES = {
+    "fail, (1, raise_it)": r"rank 1 of 2 failed:\nTraceback .*KeyError: 'the reason'",
+    "fail, (0, leave)": r"rank 0 of 2 failed:\nTraceback .*in leave.*SystemExit: 0",
+    "fail, (1, die)": r"of 2 ranks these had not returned: (0, )?1;|rank 1 is lost",
+    "no_result": r"rank [01] of 2 failed:\nTraceback .*cannot pickle",
+    "fail_early": r"rank 1 of 2 failed:\nTraceback .*in fail_early.*KeyError: 'the reason'",
+    "fail_and_stay": r"rank [01] of 2 failed:\nTraceback .*KeyError: 'the reason'",
+}
+
+
+def test_run_raises_what_a_rank_failed_of(run_script) -> None:
     """Whatever a rank does, run ends promptly, with the traceback of the rank that was first."""
     done = run_script(
         f"""
         from horovod.common.exceptions import HorovodInternalError
-        try:
-            horovod.run({function}, num_proc=2)
-        except HorovodInternalError as error:
-            print(error)
+        for call in {[*FAILURES]!r}:
+            try:
+                eval(f"horovod.run({{call}}, num_proc=2)")
+            except HorovodInternalError as error:
+                print(error, end="\\0")
         """
     ).well()
-    assert re.search(complaint, done.stdout, re.DOTALL), done.stdout
+    for complaint, said in zip([*FAILURES.values(), "^$"], done.stdout.split("\0"), strict=True):
+        assert re.search(complaint, said, re.DOTALL), said
 
 
 def test_run_refuses_what_cannot_work(run_script) -> None:
