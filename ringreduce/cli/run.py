@@ -8,6 +8,7 @@ import shlex
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import click
@@ -116,38 +117,31 @@ def _text_for_ranks(row: Setting) -> Callable[[str], Any]:
 _OF_RANKS = {name: row for name, _, row in rows(Config) if row.options}
 
 
-def _how(name: str, default: Any, row: Setting) -> dict[str, Any]:
-    """Return the arguments of an option for what reads it, and for its default."""
-    if row.switch:
-        return {"flag_value": row.switch, "default": None}
-    if isinstance(default, bool):
-        return {"is_flag": True, "default": default}
-    standard = f"{default:g}" if isinstance(default, float) else default
-    if name in _OF_RANKS:
-        return {"type": _kind(name, _text_for_ranks(row)), "show_default": row.unset or standard or False}
-    shown = row.unset or (standard if isinstance(default, float) else True)
-    value = None if default == () else default
-    return {"type": _kind(name, row.parse), "default": value, "show_default": shown, "multiple": row.several}
+def options_from(
+    table: type, read: Callable[[Setting], Callable[[str], Any]] = attrgetter("parse")
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return what adds an option for each row of a table that has one; what is not given is None.
 
-
-def _options(function: Callable[..., int]) -> Callable[..., int]:
-    """Add an option for each row of `LaunchSpec`, and for each of `Config` that has one."""
-    for name, default, row in reversed([*rows(LaunchSpec), *rows(Config)]):
-        if row.options:
-            texts = {"metavar": row.metavar or None, "hidden": row.hidden, "help": row.help}
-            function = click.option(*row.options, name, **texts, **_how(name, default, row))(function)
-    return function
-
-
-def options_from(table: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return what adds an option for each row of a table; what is not given is None."""
+    Args:
+        table: with the rows.
+        read: returns what reads the option of a row.
+    """
 
     def add(function: Callable[..., int]) -> Callable[..., int]:
         for name, default, row in reversed([*rows(table)]):
-            of = getattr(row.parse, "__name__", "").removeprefix("parse_")
-            kind = {"is_flag": True} if isinstance(default, bool) else {"type": _kind(of, row.parse)}
-            shown = row.unset or (str(default) not in ("None", "False", "()") and str(default))
-            texts = {"metavar": row.metavar or None, "help": row.help, "show_default": shown}
+            if not row.options:
+                continue
+            kind: dict[str, Any] = {"multiple": row.several}
+            if row.switch or isinstance(default, bool):
+                kind = {"flag_value": row.switch} if row.switch else {"is_flag": True}
+            else:
+                of = getattr(row.parse, "__name__", name).removeprefix("parse_")
+                kind["type"] = _kind(of, read(row))
+            standard = f"{default:g}" if isinstance(default, float) else str(default)
+            if isinstance(default, bool):
+                standard = row.options[0].partition("/--")[0 if default else 2].strip("-")
+            shown = row.unset or (standard not in ("None", "()", "") and standard)
+            texts = {"metavar": row.metavar or None, "help": row.help, "hidden": row.hidden, "show_default": shown}
             function = click.option(*row.options, name, default=None, **texts, **kind)(function)
         return function
 
@@ -160,7 +154,8 @@ def options_from(table: type) -> Callable[[Callable[..., int]], Callable[..., in
     short_help="Start a job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@_options
+@options_from(LaunchSpec)
+@options_from(Config, _text_for_ranks)
 @click.option("--dry-run", is_flag=True, help="Print the command, and what is set for it; start nothing.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(dry_run: bool, **options: Any) -> int:
@@ -182,7 +177,7 @@ def command(dry_run: bool, **options: Any) -> int:
     put their next commit on disk and end, and the job begins again with it, on the hosts that there are then.
     PROGRAM must call `state.keep_on_disk`.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     texts = {row.variable: given.pop(name) for name, row in _OF_RANKS.items() if name in given}
     spec = LaunchSpec(settings=texts, **given)
     if spec.program[0].startswith("-"):

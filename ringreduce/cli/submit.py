@@ -109,7 +109,7 @@ def _act(scheduler: str, program: tuple[str, ...], yes: bool, numbers: Mapping[s
         raise click.UsageError(
             "an elastic job is asked to stop two minutes before its end; give it --time 00:10:00 or more"
         )
-    text = fill(TEMPLATES[scheduler][parsed["elastic"]], ("ringreduce", "run", *program), **numbers)
+    text = fill(TEMPLATES[scheduler][bool(parsed["elastic"])], ("ringreduce", "run", *program), **numbers)
     if yes:
         return submit(scheduler, text)
     click.echo(text, nl=False)
