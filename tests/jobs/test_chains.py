@@ -85,8 +85,7 @@ def job(folder: Path, program: str, *arguments: object, options: tuple[str, ...]
 
 def test_the_others_go_on_when_the_shell_over_a_rank_is_killed(tmp_path: Path) -> None:
     """As MPI counts the rank as dead, it ends with its shell."""
-    done = job(tmp_path, _KNOWN + _TRAINS)
-    assert done.returncode == 0, done.stderr
+    done = job(tmp_path, _KNOWN + _TRAINS).well()
     assert sorted(done.stdout.splitlines()) == ["0 goes on with 2", "2 goes on with 2"]
 
 
@@ -94,8 +93,7 @@ def test_a_rank_does_not_stay_behind_in_the_end_of_mpi(tmp_path: Path) -> None:
     """Where nothing of Python runs any more when its shell is killed."""
     ready = tmp_path / "ready"
     os.mkfifo(ready)
-    done = job(tmp_path, _KNOWN + _LEAVES, ready)
-    assert done.returncode == 0, done.stderr
+    done = job(tmp_path, _KNOWN + _LEAVES, ready).well()
     assert done.stdout == "0 goes on\n"
 
 
@@ -112,8 +110,7 @@ def test_a_shell_that_dies_before_its_rank_is_known_ends_the_job(tmp_path: Path)
 @pytest.mark.parametrize("what", ["mpirun", "shell"])
 def test_what_is_stopped_over_a_rank_is_continued(tmp_path: Path, what: str) -> None:
     """Or it would never report that the rank has ended."""
-    done = job(tmp_path, _KNOWN + _STOPS, what)
-    assert done.returncode == 0, done.stderr
+    done = job(tmp_path, _KNOWN + _STOPS, what).well()
     assert done.stdout == "0 goes on\n"
 
 

@@ -78,8 +78,7 @@ def test_the_file_is_looked_at_before_anything_starts(key_file: Path, tmp_path: 
     assert "chmod 600" in done.stderr
     assert done.stdout == ""
     key_file.chmod(0o600)
-    done = run("-np", 2, f"--encrypt={key_file}", *program)
-    assert (done.returncode, done.stdout) == (0, "['--encrypt', '--encrypt=x']\n" * 2), done.stderr
+    assert run("-np", 2, f"--encrypt={key_file}", *program).well().stdout == "['--encrypt', '--encrypt=x']\n" * 2
 
 
 OTHER_KEY = """

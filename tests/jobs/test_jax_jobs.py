@@ -123,8 +123,7 @@ if me == 0:
 
 def test_a_result_in_flight_ends_with_shutdown() -> None:
     """In a typed error, whether the operation has begun or not; nothing hangs."""
-    done = run(IN_FLIGHT)
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert run(IN_FLIGHT).well().stdout == "True\n"
 
 
 FORKED = """
@@ -144,8 +143,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), reduce(ones)[0])
 
 def test_a_forked_child_cannot_reduce_and_its_rank_goes_on() -> None:
     """With the usual error, in the child alone."""
-    done = run(FORKED)
-    assert (done.returncode, done.stdout) == (0, "7 2.0\n" * 2), done.stderr
+    assert run(FORKED).well().stdout == "7 2.0\n" * 2
 
 
 DEVICES = """

@@ -263,8 +263,7 @@ def test_a_process_among_several_does_not_train_alone(run_alone, variables: dict
     done = run_alone(sys.executable, "-c", ALONE, **variables)
     assert done.returncode != 0
     assert said in done.stderr
-    alone = run_alone(sys.executable, "-c", ALONE, RINGREDUCE_STANDALONE="1", **variables)
-    assert (alone.returncode, alone.stdout) == (0, "size 1\n"), alone.stderr
+    assert run_alone(sys.executable, "-c", ALONE, RINGREDUCE_STANDALONE="1", **variables).well().stdout == "size 1\n"
 
 
 def test_the_mpirun_of_another_library_is_recognised(run_alone) -> None:

@@ -239,8 +239,7 @@ def test_a_script_runs_under_this_python(tmp_path: Path, monkeypatch: pytest.Mon
     other.write_text("#!/bin/sh\necho another\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", f"{other.parent}:{os.environ['PATH']}")
-    done = run("run", "-n", 2, "--log-dir", "logs", name, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "out 0\nerror 0\nmore 0 None\n"), done.stderr
+    assert run("run", "-n", 2, "--log-dir", "logs", name, cwd=tmp_path).well().stdout == "out 0\nerror 0\nmore 0 None\n"
 
 
 def test_mpirun_may_look_for_the_program_elsewhere(tmp_path: Path) -> None:
@@ -253,8 +252,7 @@ def test_mpirun_may_look_for_the_program_elsewhere(tmp_path: Path) -> None:
         ["--mpi-args", f"--wdir {program.parent}", "./program"],
         ["-x", f"PATH={program.parent}:/bin", "program"],
     ):
-        done = run("run", "-n", 2, *options, cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (0, "here\nhere\n"), done.stderr
+        assert run("run", "-n", 2, *options, cwd=tmp_path).well().stdout == "here\nhere\n"
 
 
 @contextmanager

@@ -298,5 +298,4 @@ def test_standard_input_that_cannot_be_read_is_refused() -> None:
 def test_a_job_needs_no_home() -> None:
     """Though Open MPI does."""
     line = [RINGREDUCE, "run", "-np", "2", sys.executable, "-c", "import ringreduce as rr; rr.init(); print(rr.size())"]
-    done = launching.run(*line, limit_s=60, HOME=None)
-    assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
+    assert launching.run(*line, limit_s=60, HOME=None).well().stdout == "2\n2\n"

@@ -139,15 +139,13 @@ calls = [lambda: hvd.allreduce(one), lambda: model.fit(one, one, callbacks=[guar
 
 def test_a_result_in_flight_ends_with_shutdown() -> None:
     """In a typed error, of an eager operation and of one in a `tf.function`; nothing hangs."""
-    done = launching.run_job(2, "-c", TENSORFLOW + CALLS + IN_FLIGHT)
-    assert (done.returncode, done.stdout) == (0, "ended\n" * 2), done.stderr
+    assert launching.run_job(2, "-c", TENSORFLOW + CALLS + IN_FLIGHT).well().stdout == "ended\n" * 2
 
 
 @on_each_backend
 def test_a_step_in_flight_ends_with_shutdown(backend: str) -> None:
     """So do a single value, and a step of `fit`."""
-    done = launching.run_job(2, "-c", KERAS + STEPS + IN_FLIGHT, KERAS_BACKEND=backend)
-    assert (done.returncode, done.stdout) == (0, "ended\n" * 2), done.stderr
+    assert launching.run_job(2, "-c", KERAS + STEPS + IN_FLIGHT, KERAS_BACKEND=backend).well().stdout == "ended\n" * 2
 
 
 FORKED = """
@@ -171,8 +169,7 @@ IN_KERAS = "reduce = lambda: float(hvd.allreduce(one, op=hvd.Sum)[0, 0])"
 @pytest.mark.parametrize("program", [TENSORFLOW + IN_TENSORFLOW, KERAS + IN_KERAS], ids=["tensorflow", "keras"])
 def test_a_forked_child_cannot_reduce_and_its_rank_goes_on(program: str) -> None:
     """With the usual error, in the child alone."""
-    done = launching.run_job(2, "-c", program + FORKED)
-    assert (done.returncode, done.stdout) == (0, "7 2.0\n" * 2), done.stderr
+    assert launching.run_job(2, "-c", program + FORKED).well().stdout == "7 2.0\n" * 2
 
 
 DEVICES = """
@@ -187,5 +184,4 @@ print(mine.device[-1], *(float(tf.reduce_sum(each)) for each in made))
 
 def test_tensors_of_another_device_travel() -> None:
     """One that TensorFlow makes of the host: at once, and in a function that is placed there."""
-    done = launching.run_job(2, "-c", TENSORFLOW + DEVICES)
-    assert (done.returncode, done.stdout) == (0, "1 9.0 9.0\n" * 2), done.stderr
+    assert launching.run_job(2, "-c", TENSORFLOW + DEVICES).well().stdout == "1 9.0 9.0\n" * 2

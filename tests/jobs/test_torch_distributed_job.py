@@ -198,8 +198,7 @@ def test_without_the_entry_point(found: dict[str, str]):
     """Where torch loads no extensions, an import of ours registers the backend."""
     off = {**found, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     before = 'assert "ringreduce" not in dist.Backend.backend_list; import ringreduce.torch'
-    done = run(PROGRAM.format(before=before, after="dist.destroy_process_group()"), **off)
-    assert (done.returncode, done.stdout) == (0, "sum 1.0\n"), done.stderr
+    assert run(PROGRAM.format(before=before, after="dist.destroy_process_group()"), **off).well().stdout == "sum 1.0\n"
 
 
 SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
