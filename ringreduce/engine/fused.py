@@ -42,6 +42,23 @@ _BFLOAT16_SIGN = 0x8000
 _Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
+class Travel(NamedTuple):
+    """How arrays travel that are reduced where they are.
+
+    Attributes:
+        wire: the format in which they do; None: as they are.
+        feedbacks: what rounding to that format keeps, for each array; none where nothing is kept.
+        weights: as for `Communicator.allreduce`, where all ranks are active.
+    """
+
+    wire: str | None = None
+    feedbacks: Sequence[Feedback] = ()
+    weights: Sequence[float] = ()
+
+
+AS_THEY_ARE = Travel()
+
+
 class Executor:
     """Reduces arrays for operations that all ranks have submitted.
 
@@ -58,40 +75,33 @@ class Executor:
         self.size = communicator.size
         self._buffers: OrderedDict[tuple[str, tuple[tuple[int, ...], ...]], _Buffer] = OrderedDict()
 
-    def reduce_in_place(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Any],
-        wire: str | None,
-        feedbacks: Sequence[Feedback],
-        active: int,
-        weights: Sequence[float] = (),
-    ) -> None:
+    def reduce_in_place(self, op: ReduceOp, arrays: Sequence[Any], travel: Travel, active: int) -> None:
         """Reduce arrays one by one, each where it is; as many and of the same dtypes and lengths on all ranks.
 
         Args:
             op: how.
             arrays: contiguous.
-            wire: the format in which they travel; None: as they are.
-            feedbacks: one for each array, or none.
+            travel: how they travel.
             active: over so many ranks are averages.
-            weights: as for `Communicator.allreduce`, where all ranks are active.
         """
         divisor = self._divisor(op, active)
         for index, array in enumerate(arrays):
-            feedback = feedbacks[index] if feedbacks else None
+            how: dict[str, Any] = {
+                "compression": travel.wire,
+                "feedback": travel.feedbacks[index] if travel.feedbacks else None,
+            }
             if active == self.size:
-                self.communicator.allreduce(array, op, out=array, compression=wire, feedback=feedback, weights=weights)
+                self.communicator.allreduce(array, op, out=array, weights=travel.weights, **how)
                 continue
             # Ranks that have joined have no array on a GPU to reduce with.
             with self._in_host_memory(array) as given:
                 if not divisor:
-                    self.communicator.allreduce(given, op, out=given, compression=wire, feedback=feedback)
-                elif wire is None and (given.dtype.half or given.dtype.integral):  # the sum needs a wider dtype
+                    self.communicator.allreduce(given, op, out=given, **how)
+                elif travel.wire is None and (given.dtype.half or given.dtype.integral):  # the sum needs a wider dtype
                     flat = given.flat()
                     self._reduce_pairs(op, given.dtype, flat.size, pairs=[(flat, flat)], divisor=divisor)
                 else:
-                    self.communicator.allreduce(given, SUM, out=given, compression=wire, feedback=feedback)
+                    self.communicator.allreduce(given, SUM, out=given, **how)
                     divide(given.flat(), divisor)
 
     def _in_host_memory(self, array: Any) -> AbstractContextManager[Operand]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ringreduce.common.call_sites import Stack, place_of, program_stack, refusal
 from ringreduce.common.errors import RingReduceError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine.decisions import OperationKind, OperationSignature, Run
-from ringreduce.engine.fused import Executor, neutral_array
+from ringreduce.engine.fused import AS_THEY_ARE, Executor, Travel, neutral_array
 
 _UNNAMED = " without a name"
 _PACKED_NBYTES = 32 << 10  # up to here two copies, through a buffer that is used again, are quicker than a new plan
@@ -34,6 +35,25 @@ class RefusedError(Exception):
         self.reason = reason
 
 
+#: Returns a context to carry an operation out in, on whichever thread; None: in none.
+Context = Callable[[], AbstractContextManager[Any]] | None
+
+
+class About(NamedTuple):
+    """What people are told of an operation.
+
+    Attributes:
+        title: what errors call it; empty: by its name.
+        parts: returns the names of what it is over, for observers; None: its own name says all.
+    """
+
+    title: str = ""
+    parts: Callable[[], Sequence[str]] | None = None
+
+
+_SAYS_ALL = About()
+
+
 class Operation:
     """A named operation: it carries itself out, and has a result or an error then.
 
@@ -41,6 +61,7 @@ class Operation:
         name: operations of the same name on all ranks belong together.
         signature: what must agree.
         stack: where the program made it; None: where the program is now.
+        about: what people are told of it.
 
     Attributes:
         done: whether it has ended; the result or the error is set before this becomes true.
@@ -50,15 +71,14 @@ class Operation:
             a rank has submitted a `Refusal`.
         withdrawn: whether it has ended because this rank has withdrawn it.
         record: of `Instruments.operations`.
-        parts: returns the names of what it is over, for observers; None: its own name says all.
+        about: the argument.
     """
 
     __slots__ = (
-        "_title",
+        "about",
         "done",
         "error",
         "name",
-        "parts",
         "record",
         "refused",
         "result",
@@ -67,21 +87,19 @@ class Operation:
         "withdrawn",
     )
 
-    def __init__(self, name: str, signature: OperationSignature, stack: Stack | None = None) -> None:
+    def __init__(
+        self, name: str, signature: OperationSignature, stack: Stack | None = None, about: About = _SAYS_ALL
+    ) -> None:
         self.name = name
         self.signature = signature
         if stack is None:  # the lines of operations with a name are not compared: one is enough for people
             stack = program_stack() if name.endswith(_UNNAMED) else program_stack(1)
         self.stack = stack
         self.done = self.refused = self.withdrawn = False
-        self.parts: Callable[[], Sequence[str]] | None = None
+        self.about = about
         self.result: Any = None
         self.error: BaseException | None = None
         self.record = [0.0, 0.0, 0.0, name, signature.text, self.stack, None]
-
-    def require_everyone(self) -> None:
-        """Have it refused if a rank has joined; to be called before it is submitted."""
-        self.signature = self.signature._replace(kind=OperationKind.CALL)
 
     def renew(self, stack: Stack | None = None) -> None:
         """Forget how it has ended, so that it can be submitted again.
@@ -115,12 +133,17 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """What errors call it: by its name, unless this is set."""
-        return getattr(self, "_title", None) or repr(self.name)
+        """What errors call it."""
+        return self.about.title or repr(self.name)
 
-    @title.setter
-    def title(self, title: str) -> None:
-        self._title = title
+    def was_refused(self, error: BaseException) -> None:
+        """Forget the error of an operation that was `refused`; raise it if it has ended in another way.
+
+        The traceback of an error that is kept and the operation keep each other, and arrays, alive.
+        """
+        if not self.refused:
+            raise error
+        self.error = None
 
 
 class Reduction(Operation):
@@ -135,6 +158,7 @@ class Reduction(Operation):
             ``sources`` itself.
         before: called just before the data is read: to scale it.
         after: called when the results are there; returns the result of the operation.
+        title: as for `About`.
 
     Attributes:
         given: the sources' memory.
@@ -156,6 +180,7 @@ class Reduction(Operation):
         *,
         before: Callable[[], object] | None = None,
         after: Callable[[], Any] | None = None,
+        title: str = "",
     ) -> None:
         if targets is not sources and len(sources) == 1 and sources[0] is targets[0]:
             sources = targets
@@ -168,39 +193,12 @@ class Reduction(Operation):
             counts: tuple[tuple[str, int], ...] = ((only.dtype.name, only.view.size),)
         else:
             counts = _counted(self.given)
-        super().__init__(name, _reduction_signature(text, op, counts))
+        super().__init__(name, _reduction_signature(text, op, counts), about=About(title) if title else _SAYS_ALL)
         self.op = op
         self.sources = sources
         self.targets = targets
         self.before = before
         self.after = after
-
-    @classmethod
-    def again(
-        cls,
-        name: str,
-        signature: OperationSignature,
-        op: ReduceOp,
-        arrays: Sequence[Any],
-        given: list[Operand],
-        after: Callable[[], Any],
-    ) -> Reduction:
-        """Return an operation in place, like an earlier one of this signature.
-
-        Args:
-            name, op, after: as for the class.
-            signature: of the earlier one.
-            arrays: what is reduced, and kept meanwhile.
-            given: their memory.
-        """
-        made = cls.__new__(cls)
-        Operation.__init__(made, name, signature)
-        made.op = op
-        made.before = None
-        made.after = after
-        made.sources = made.targets = arrays
-        made.given = made.taken = given
-        return made
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Reduction]) -> None:
         try:
@@ -221,10 +219,43 @@ class Reduction(Operation):
             array = self.sources[0]
             executor.communicator.allreduce(array, self.op, out=array)  # repeated with the same object, it is fastest
         for each in together:
-            try:
-                each.result = each.targets if each.after is None else each.after()
-            except Exception as error:  # an error of this rank alone: the ranks are in step
-                each.error = error
+            each.finish()
+
+    def finish(self) -> None:
+        """Set the result, now that the data is there."""
+        try:
+            self.result = self.targets if self.after is None else self.after()
+        except Exception as error:  # an error of this rank alone: the ranks are in step
+            self.error = error
+
+
+class RepeatedReduction(Reduction):
+    """A `Reduction` in place, like an earlier one.
+
+    Args:
+        name, op, after: as for `Reduction`.
+        signature: of the earlier one.
+        arrays: what is reduced, and kept meanwhile.
+        given: their memory.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        name: str,
+        signature: OperationSignature,
+        op: ReduceOp,
+        arrays: Sequence[Any],
+        given: list[Operand],
+        after: Callable[[], Any],
+    ) -> None:
+        Operation.__init__(self, name, signature)
+        self.op = op
+        self.before = None
+        self.after = after
+        self.sources = self.targets = arrays
+        self.given = self.taken = given
 
 
 @lru_cache(maxsize=4096)
@@ -247,21 +278,23 @@ class CollectiveOp(Operation):
         name: as for `Operation`.
         text: all that must agree, in words.
         run: makes the calls on the engine's communicator and returns the result.
+        about: as for `Operation`.
 
     Attributes:
-        before: called just before; None: nothing is.
+        run: the argument.
     """
 
-    __slots__ = ("before", "run")
+    __slots__ = ("run",)
 
-    def __init__(self, name: str, text: str, run: Callable[[Communicator], Any]) -> None:
-        super().__init__(name, OperationSignature(text))
+    def __init__(self, name: str, text: str, run: Callable[[Communicator], Any], *, about: About = _SAYS_ALL) -> None:
+        super().__init__(name, OperationSignature(text), about=about)
         self.run = run
-        self.before: Callable[[], object] | None = None
+
+    def running(self, run: Callable[[Communicator], Any]) -> CollectiveOp:
+        """Return one like this that calls another function."""
+        return CollectiveOp(self.name, self.signature.text, run, about=self.about)
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
-        if self.before is not None:
-            self.before()
         self.result = self.run(executor.communicator)
 
 
@@ -290,6 +323,14 @@ class Join(Operation):
         super().__init__("join", OperationSignature("join"))
 
 
+class Needed(Enum):
+    """Which ranks must submit an operation of arrays that are reduced where they are."""
+
+    PRESENT = auto()  # those that have not joined
+    EVERYONE = auto()  # all: it is refused if one has joined
+    SOME = auto()  # others may leave it out; see `Engine.withdraw`
+
+
 class InPlaceAllreduce(Operation):
     """An allreduce of one or more arrays, each of them where it is: they travel neither together nor with others.
 
@@ -300,19 +341,17 @@ class InPlaceAllreduce(Operation):
         text: all that must agree, in words.
         op: how to reduce; averages are over the ranks that have not joined, or as `Conventions` say.
         arrays: contiguous, in host memory or all on this rank's GPU; of equal dtypes and lengths on all ranks.
-        wire: the format in which they travel; None: as they are.
-        feedbacks: what rounding to that format keeps, for each array.
-        speculative: whether other ranks may leave it out; see `Engine.withdraw`.
+        travel: how they travel. With weights, everyone is needed.
+        needed: which ranks must submit it.
         within: returns a context to carry it out in, on whichever thread; None: in none.
+        about: as for `Operation`.
 
     Attributes:
-        weights: as for `Communicator.allreduce`, if no rank has joined.
-        before: called before the data is read, in that context; None: nothing is.
-        after: called when the results are there; returns the result of the operation. None: it has none.
+        arrays, travel: the arguments.
         active: how many ranks contributed, once it is done.
     """
 
-    __slots__ = ("active", "after", "arrays", "before", "feedbacks", "op", "weights", "within")
+    __slots__ = ("_op", "_within", "active", "arrays", "travel")
 
     def __init__(
         self,
@@ -321,44 +360,36 @@ class InPlaceAllreduce(Operation):
         op: ReduceOp,
         arrays: Sequence[Any],
         *,
-        wire: str | None = None,
-        feedbacks: Sequence[Any] = (),
-        speculative: bool = False,
-        within: Callable[[], AbstractContextManager[Any]] | None = None,
+        travel: Travel = AS_THEY_ARE,
+        needed: Needed = Needed.PRESENT,
+        within: Context = None,
+        about: About = _SAYS_ALL,
     ) -> None:
-        parts = tuple((dtype.name, count) for dtype, count in map(_elements, arrays))
-        super().__init__(
-            name,
-            OperationSignature(
-                text,
-                OperationKind.IN_PLACE,
-                op.value,
-                counts=parts,
-                wire=wire or "",
-                feedback=bool(feedbacks),
-                speculative=speculative,
-            ),
+        signature = OperationSignature(
+            text,
+            OperationKind.CALL if needed is Needed.EVERYONE else OperationKind.IN_PLACE,
+            op.value,
+            counts=tuple((dtype.name, count) for dtype, count in map(_elements, arrays)),
+            wire=travel.wire or "",
+            feedback=bool(travel.feedbacks),
+            speculative=needed is Needed.SOME,
         )
-        self.op = op
+        super().__init__(name, signature, about=about)
+        self._op = op
         self.arrays = arrays
-        self.feedbacks = feedbacks
-        self.within = within
-        self.weights: Sequence[float] = ()
-        self.before: Callable[[], object] | None = None
-        self.after: Callable[[], Any] | None = None
+        self.travel = travel
+        self._within = within
         self.active = 0
 
+    def again(self, stack: Stack, within: Context) -> None:
+        """Forget how it has ended, as `renew` does, to be carried out in another context."""
+        self._within = within
+        self.renew(stack)
+
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
-        with nullcontext() if self.within is None else self.within():
-            if self.before is not None:
-                self.before()
-            wire = self.signature.wire or None
-            executor.reduce_in_place(
-                self.op, self.arrays, wire, feedbacks=self.feedbacks, active=run.active, weights=self.weights
-            )
+        with nullcontext() if self._within is None else self._within():
+            executor.reduce_in_place(self._op, self.arrays, self.travel, active=run.active)
         self.active = run.active
-        if self.after is not None:
-            self.result = self.after()
 
 
 class Gather(Operation):
@@ -369,25 +400,27 @@ class Gather(Operation):
         text: all that must agree, in words.
         arrays: two-dimensional; the ranks may have different numbers of rows.
         within: as for `InPlaceAllreduce`.
+        title: as for `About`.
     """
 
-    __slots__ = ("arrays", "within")
+    __slots__ = ("_arrays", "_within")
 
     def __init__(
         self,
         name: str,
         text: str,
         arrays: Sequence[Any],
-        within: Callable[[], AbstractContextManager[Any]] | None = None,
+        within: Context = None,
+        title: str = "",
     ) -> None:
         parts = tuple((_elements(array)[0].name, array.shape[1]) for array in arrays)
-        super().__init__(name, OperationSignature(text, OperationKind.GATHER, counts=parts))
-        self.arrays = arrays
-        self.within = within
+        super().__init__(name, OperationSignature(text, OperationKind.GATHER, counts=parts), about=About(title))
+        self._arrays = arrays
+        self._within = within
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
-        with nullcontext() if self.within is None else self.within():
-            self.result = [executor.communicator.allgather(array) for array in self.arrays]
+        with nullcontext() if self._within is None else self._within():
+            self.result = [executor.communicator.allgather(array) for array in self._arrays]
 
 
 def contribute_neutral(executor: Executor, run: Run) -> None:
@@ -404,7 +437,7 @@ def contribute_neutral(executor: Executor, run: Run) -> None:
     assert signature.kind is OperationKind.IN_PLACE, signature
     arrays = [neutral_array(op, DType.of(name), count) for name, count in signature.counts]
     feedbacks = [Feedback(keep=False) for _ in arrays] if signature.feedback else []  # all ranks give them, or none
-    executor.reduce_in_place(op, arrays, signature.wire or None, feedbacks=feedbacks, active=run.active)
+    executor.reduce_in_place(op, arrays, Travel(signature.wire or None, feedbacks), active=run.active)
 
 
 class WithdrawnError(RingReduceError):

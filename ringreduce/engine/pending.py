@@ -88,8 +88,8 @@ class PendingOperations:
         self._instruments.operations.append(operation.record)
         if self._instruments.observers:
             self._instruments.notify("operation_submitted", operation.name)
-            if operation.parts is not None:
-                self._instruments.notify("operation_described", operation.name, operation.parts())
+            if (parts := operation.about.parts) is not None:
+                self._instruments.notify("operation_described", operation.name, parts())
         self.inbox.append(operation)
         return error
 

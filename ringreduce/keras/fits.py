@@ -55,7 +55,6 @@ def end_together(model: Any, place: tuple[int, int], logs: Any) -> None:
     if loss is not None and not np.isfinite(as_numpy(loss)).all():
         said += f", and the loss is {float(as_numpy(loss))}"
     arrays = [np.zeros(1)]
-    with RequestBuilder("fit", "the end of fit", distribution.process_set) as prepare:
+    with RequestBuilder("fit", "the end of fit", distribution.process_set, title=said) as prepare:
         request = prepare.allreduce(arrays, arrays, SUM, 1.0, 1.0)  # a reduction, as ranks may have joined
-    request.operation.title = said
     request.carry_out()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -24,8 +25,7 @@ import torch
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.pickles import gather
 from ringreduce.common.errors import ConfigError, MismatchError
-from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.engine import CollectiveOp, InPlaceAllreduce
+from ringreduce.engine import AS_THEY_ARE, About, CollectiveOp, InPlaceAllreduce, Travel
 from ringreduce.torch import wrapping
 from ringreduce.torch.own_state import apart, together
 from ringreduce.torch.sharded.node_state import is_whole
@@ -191,19 +191,17 @@ class StateAverage(Average):
         else:
             self.leaves.layout = self.then = None
 
-    def _submitted(self, flat: _Flat, kind: str, note: str = "", **wire: Any) -> InPlaceAllreduce:
+    def _submitted(self, flat: _Flat, kind: str, note: str = "", travel: Travel = AS_THEY_ARE) -> InPlaceAllreduce:
         self._text = f"{kind}{note}"
         assert self.leaves.layout is not None
         layout = zlib.crc32(json.dumps(self.leaves.layout).encode())
-        return super()._submitted(flat, kind, f"{note}, of the entries {layout:08x}", **wire)
+        return super()._submitted(flat, kind, f"{note}, of the entries {layout:08x}", travel)
 
     def _finish(self, operation: InPlaceAllreduce) -> _Flat:
         try:
             return super()._finish(operation)
         except MismatchError as error:
-            if not operation.refused:
-                raise
-            operation.error = None  # else its traceback and the operation keep each other alive
+            operation.was_refused(error)
             return self._aligned(error)
 
     def _aligned(self, refused: MismatchError) -> _Flat:
@@ -214,9 +212,10 @@ class StateAverage(Average):
         assert before is not None and flat is not None
         values = flat.copy() if then is None else then  # the same memory may be used again
         title = f"the agreement on {self._name}"
-        agree = CollectiveOp(f"{self._name}, entries", title, lambda ranks: self._agreed(ranks, before, refused))
-        agree.title = title
-        layout, holders, given = self._engine.run(agree)
+        agree = partial(self._agreed, mine=before, refused=refused)
+        layout, holders, given = self._engine.run(
+            CollectiveOp(f"{self._name}, entries", title, agree, about=About(title))
+        )
         self.leaves.give(given)
         self.leaves.layout = layout
         self._flat = moved = self._memory()
@@ -225,10 +224,7 @@ class StateAverage(Average):
         for entry, place in zip(before, _places(before).values(), strict=True):
             moved[places[entry.key]] = values[place]
         self.then = None if then is None else moved.copy()
-        operation = InPlaceAllreduce(f"{self._name}, aligned", f"exchange of {self._name}", op=AVERAGE, arrays=[moved])
-        operation.title = f"the exchange of {self._name}"
-        self._engine.submit(operation)
-        super()._finish(operation)
+        super()._finish(super()._submitted(moved, "aligned exchange"))
         for key, place in places.items():
             moved[place] *= self._engine.communicator.size / holders[key]
         return moved

@@ -17,6 +17,7 @@ from ringreduce.common.recent import Recent
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine import Engine, Reduction
 from ringreduce.engine.decisions import OperationSignature
+from ringreduce.engine.operations import RepeatedReduction
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.compression import Compression, Compressor, wire_of
@@ -268,7 +269,7 @@ def _repeat(
             return None
     except Exception:  # an argument is wrong, and refused where arguments are checked
         return None
-    operation = Reduction.again(name, repeat.signature, op=repeat.op, arrays=arrays, given=repeat.given, after=after)
+    operation = RepeatedReduction(name, repeat.signature, op=repeat.op, arrays=arrays, given=repeat.given, after=after)
     return Request(operation, process_set, unique=True, arrays=TENSORS, touched=arrays if memory is None else ())
 
 

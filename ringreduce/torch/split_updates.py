@@ -27,7 +27,7 @@ import torch
 
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.partition import Partition
-from ringreduce.engine import Gather, Refusal
+from ringreduce.engine import Refusal
 from ringreduce.torch.own_state import Apart, apart, is_dense, together
 from ringreduce.torch.private import call_first, version_of
 from ringreduce.torch.spares import lacks_gradients, needs_spares, spare
@@ -310,7 +310,7 @@ class SplitUpdates:
         packed = self._packed()
         self._given = True
         self._give_back()
-        (gathered,) = self._ranks.run(Gather(self._name, self._name, [packed.reshape(-1, _ROW_NBYTES)]))
+        (gathered,) = self._ranks.gather("updates", self._name, [packed.reshape(-1, _ROW_NBYTES)])
         parts = list(_parts_of(gathered.reshape(-1)))
         headers = [header for header, _ in parts]
         if any(each.found != self._found for each in headers):

@@ -30,7 +30,18 @@ from ringreduce.common.errors import (
     UnsupportedBufferError,
 )
 from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
-from ringreduce.engine import CollectiveOp, Engine, Gather, InPlaceAllreduce, Operation, Reduction, Refusal, unnamed
+from ringreduce.engine import (
+    CollectiveOp,
+    Engine,
+    Gather,
+    InPlaceAllreduce,
+    Needed,
+    Operation,
+    Reduction,
+    Refusal,
+    Travel,
+    unnamed,
+)
 from ringreduce.testing import caught, expected, run_engines, run_ranks, sample
 from ringreduce.testing.conformance import assert_close, assert_equal
 from ringreduce.transport.memory import MemoryWorld
@@ -333,7 +344,7 @@ def test_arrays_in_a_wire_format_go_on_without_joined_ranks(node_size: int, keep
         array = np.full(300, engine.communicator.rank, np.float32)
         if engine.communicator.rank:
             feedbacks = [] if keep is None else [Feedback(keep=keep)]
-            engine.run(part("x", array, op=AVERAGE, wire="bf16", feedbacks=feedbacks))
+            engine.run(part("x", array, op=AVERAGE, travel=Travel("bf16", feedbacks)))
         engine.wait(engine.join())
         return sorted(set(array.tolist()))
 
@@ -360,7 +371,7 @@ def test_a_speculative_operation_that_others_leave_out_is_withdrawn() -> None:
     """One that all ranks have submitted has run; the next of the name is matched with the others' next."""
 
     def program(engine: Engine) -> Any:
-        taken, left = (part(name, np.ones(3), speculative=True) for name in ("taken", "left"))
+        taken, left = (part(name, np.ones(3), needed=Needed.SOME) for name in ("taken", "left"))
         engine.submit(taken)
         engine.wait(taken)
         assert engine.settle(taken)
@@ -917,7 +928,7 @@ def test_a_coordinator_has_nothing_to_say_of_a_speculative_operation_that_others
 
     def program(engine: Engine) -> float:
         if engine.communicator.rank == 1:
-            left = part("left", np.ones(3), speculative=True)
+            left = part("left", np.ones(3), needed=Needed.SOME)
             engine.submit(left)
             waited.wait()
             assert left.error is None

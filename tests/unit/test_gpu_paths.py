@@ -23,7 +23,7 @@ from ringreduce.collectives import Feedback
 from ringreduce.common.config import Config
 from ringreduce.common.errors import MismatchError, TransportError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.engine.fused import Executor, neutral_array
+from ringreduce.engine.fused import Executor, Travel, neutral_array
 from ringreduce.gpu import aware_path, devices, staging
 from ringreduce.gpu.staging import Staging
 from ringreduce.testing import assert_close, assert_equal, caught, expected, sample
@@ -160,7 +160,7 @@ def test_ranks_that_have_joined_reduce_in_host_memory(dtype: str, wire: str | No
         joined = communicator.rank == 2
         mine = neutral_array(op, DTYPES[dtype], 1001) if joined else driver.put_late(arrays[communicator.rank])
         feedbacks = [Feedback(keep=not joined)] if wire else []
-        executor.reduce_in_place(op, [mine], wire, feedbacks=feedbacks, active=2)
+        executor.reduce_in_place(op, [mine], Travel(wire, feedbacks), active=2)
         return None if joined else mine.get(mine.stream)
 
     found = run_gpu_ranks(3, function, path=path, node_size=1 if wire else None)

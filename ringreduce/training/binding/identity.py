@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ringreduce.engine import CollectiveOp, Engine
+from ringreduce.engine import About, CollectiveOp, Engine
 from ringreduce.runtime.process_sets import ProcessSet
 
 _COUNTER = re.compile(r"_(\d+)(?=$|[/:_])")
@@ -141,6 +141,6 @@ def name_in(engine: Engine, identity: Identity | str) -> str:
 def meet(kind: str, identity: Identity, process_set: ProcessSet) -> None:
     """Wait until all ranks begin with something new; some may be in a step of something else, which is an error."""
     if process_set.included() and process_set.size() > 1:
-        operation = CollectiveOp(f"the first step of a {kind}", "a first step", lambda ranks: None)
-        operation.title = f"the first step of {identity.words}"
-        process_set.engine.run(operation)
+        name = f"the first step of a {kind}"
+        about = About(f"the first step of {identity.words}")
+        process_set.engine.run(CollectiveOp(name, "a first step", lambda ranks: None, about=about))

@@ -90,7 +90,8 @@ class Request(NamedTuple):
         release = self.arrays.keep_in_place(self.touched) if self.touched else None
         if self.on_device:
             assert isinstance(operation, CollectiveOp)
-            operation.run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
+            run, finish = self.arrays.beside_callers_stream(operation.run, self.touched)
+            operation = operation.running(run)
         try:
             engine.submit(operation, unique=self.unique)
         except BaseException:
@@ -106,12 +107,27 @@ class Request(NamedTuple):
         be carried out again, for what its arrays hold then.
         """
         operation = self.operation
-        if operation.done:
-            operation.renew()
         if self.on_device:
             assert isinstance(operation, CollectiveOp)
-            operation.run = self.arrays.on_callers_stream(operation.run, self.arrays.device_of(self.touched))
+            device = self.arrays.device_of(self.touched)
+            operation = operation.running(self.arrays.on_callers_stream(operation.run, device))
+        elif operation.done:
+            operation.renew()
         return self.process_set.engine.run(operation, unique=self.unique)
+
+
+class _IntoResults(InPlaceAllreduce):
+    """A reduction of buffers; ``finish`` is called when it is done, and returns the result."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], Any], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._finish = finish
+
+    def carry_out(self, *how: Any) -> None:
+        super().carry_out(*how)
+        self.result = self._finish()
 
 
 class RequestBuilder(CheckingArguments):
@@ -125,20 +141,22 @@ class RequestBuilder(CheckingArguments):
         name: that the program gave the operation; None: operations without a name match in the order of submission.
         process_set: the ranks that take part.
         arrays: the framework's.
+        title: what errors call an allreduce; empty: by its name.
 
     Raises:
         ConfigError: the name is neither text nor None (raised also on ranks that gave none); or this is no process set,
             or one that is not registered (raised on all ranks).
     """
 
-    __slots__ = ("_arrays", "_key", "_named", "_process_set")
+    __slots__ = ("_arrays", "_key", "_named", "_process_set", "_title")
 
     # Not by the method of the base: a call less.
-    def __init__(self, kind: str, name: Any, process_set: Any, arrays: Arrays = HOST) -> None:
+    def __init__(self, kind: str, name: Any, process_set: Any, arrays: Arrays = HOST, title: str = "") -> None:
         self._name = kind
         self._text = None
         self._process_set = process_set
         self._arrays = arrays
+        self._title = title
         self._named = isinstance(name, str)
         self._key = name if self._named else unnamed(kind)
         right = self._named or name is None
@@ -214,7 +232,7 @@ class RequestBuilder(CheckingArguments):
             kind = op if isinstance(op, ReduceOp) else ReduceOp.parse(op)
             if on_host:
                 reduction = Reduction(
-                    self._key, text, op=kind, sources=given, targets=targets, before=before, after=after
+                    self._key, text, kind, given, targets, before=before, after=after, title=self._title
                 )
                 return Request(reduction, self._process_set, unique=self._named, arrays=arrays, touched=sources)
             reduce = partial(arrays.reduce_on_device, op=kind)
@@ -247,8 +265,8 @@ class RequestBuilder(CheckingArguments):
         buffers, results = laid_out(self._process_set.engine.communicator, sources)
         _scale(HOST, sources, factor=prescale, targets=results)
         kind = scaled if isinstance(scaled, ReduceOp) else ReduceOp.parse(scaled)
-        operation = InPlaceAllreduce(self._key, text, kind, buffers)
-        operation.after = partial(_scale, HOST, results, factor, results) if factor != 1.0 else lambda: results
+        finish = partial(_scale, HOST, results, factor, results) if factor != 1.0 else lambda: results
+        operation = _IntoResults(finish, self._key, text, kind, buffers)
         return Request(operation, self._process_set, unique=self._named, arrays=HOST, touched=sources)
 
     def new_like(self, sources: Sequence[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
-from ringreduce.engine import Gather, InPlaceAllreduce, Operation
+from ringreduce.engine import About, CollectiveOp, Context, InPlaceAllreduce, Needed, Operation, Travel
 from ringreduce.engine.coordinator import fuse
 from ringreduce.training.binding.framework import Found, Hooks, Look, Memory, Named, Removable, Slot, Sparse
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
@@ -37,9 +38,11 @@ LARGE_NBYTES = 128 << 10
 #: Gradients begin on cache lines.
 ALIGNMENT_NBYTES = 64
 
-#: Makes an operation of which a rank needs only its part of the buckets. Arguments: its name, its text, the op, the
-#: buckets, what travels of each. Returns None where the rank needs all.
-MakesParts = Callable[[str, str, ReduceOp, Sequence["Bucket"], Sequence[Any]], Operation | None]
+#: Returns a function that reduces this rank's parts of buckets, and in words what these are, which must agree; None
+#: where the rank needs all. Arguments: the op, the buckets, what travels of each.
+MakesParts = Callable[
+    [ReduceOp, Sequence["Bucket"], Sequence[Any]], tuple[Callable[[Communicator], object], str] | None
+]
 
 _GONE = -1  # the number of a parameter that the optimizer has no more
 
@@ -96,6 +99,14 @@ class Bucket:
         self.reducer: Reducer | None = None
         self.hooks: list[Removable] = []
 
+    def compress(self, compression: Any, saved: dict[int, State], number: int) -> None:
+        """Get a new reducer, if the compression has one for it; it takes what was saved for the bucket's number."""
+        if has_reducers(compression) and reduces(compression, self.flat.dtype):
+            shapes = [self._memory.shape_in_memory(slot.place) for slot in self.slots]
+            self.reducer = compression.reducer(shapes, self.places)
+            if number in saved:
+                self.reducer.load_state_dict(saved.pop(number))
+
     @property
     def is_compressed(self) -> bool:
         """Whether it is reduced by its reducer, on its own."""
@@ -110,6 +121,10 @@ class Bucket:
     def travels(self) -> tuple[str | None, bool]:
         """What is equal for buckets that travel together: the format, and whether they are in host memory."""
         return self.wire, self._memory.streams.is_on_host(self.flat)
+
+    def number(self, numbers: Mapping[int, int]) -> None:
+        """Take the numbers of its parameters from all, by ``id``."""
+        self.numbers = [numbers.get(id(slot.parameter), _GONE) for slot in self.slots]
 
     def retire(self) -> None:
         """Remove the hooks; the bucket is of no use any more."""
@@ -202,9 +217,13 @@ class Bucket:
     def apart(self) -> Bucket:
         """Return a bucket for the same gradients in memory of its own."""
         made = Bucket(self._memory, [slot.parameter for slot in self.slots], self._communicator)
-        made.reducer = self.reducer
-        made.numbers = self.numbers
+        made.follow(self)
         return made
+
+    def follow(self, bucket: Bucket) -> None:
+        """Take over numbers and reducer of a bucket for the same gradients."""
+        self.numbers = bucket.numbers
+        self.reducer = bucket.reducer
 
     def take_back(self, gradients: list[Any], apart: Bucket, before: Mapping[int, Any]) -> None:
         """Take the gradients out of a bucket that `apart` returned: to their places here if they were there before.
@@ -232,8 +251,8 @@ class Bucket:
             self._memory.pack([slot.place for slot in slots], [None] * len(slots))
 
 
-class Buckets:
-    """The buckets of one optimizer: makes them, and reduces what the ranks have agreed to reduce.
+class PlacedBuckets:
+    """The buckets of one optimizer: which there are, and what is where.
 
     A parameter gets its place in the first reduction in which some rank has a gradient for it. All ranks learn of that
     in the same reduction and so make the same buckets, whether a parameter was there from the start, was added or
@@ -242,27 +261,23 @@ class Buckets:
     Args:
         memory: the gradients'.
         ranks: carry operations out.
-        named: returns names and parameters.
         options: settled; the same on all ranks.
 
     Attributes:
         memory, ranks, options: the arguments.
         layout: a checksum of which parameter is where; equal on ranks whose buckets are.
         moved: as for `Bucket.collect_at_once`.
-        weights: of averages, by `weigh`; None: they are equal.
     """
 
-    def __init__(self, memory: Memory, ranks: OptimizerRanks, named: Callable[[], Named], options: Options) -> None:
+    def __init__(self, memory: Memory, ranks: OptimizerRanks, options: Options) -> None:
         self.memory = memory
         self.ranks = ranks
         self.options = options
-        self._named = named
         self._buckets: list[Bucket] = []
         self._placed: set[int] = set()
         self._saved: dict[int, State] = {}
         self.layout = 0
         self.moved: dict[int, tuple[int, int]] = {}
-        self.weights: Weights | None = None
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -302,7 +317,7 @@ class Buckets:
         """Let the buckets know the numbers of their parameters, given all of the optimizer's."""
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         for bucket in self._buckets:
-            bucket.numbers = [numbers.get(id(slot.parameter), _GONE) for slot in bucket.slots]
+            bucket.number(numbers)
 
     def clear(self) -> None:
         """Drop all buckets; gradients stay where they are."""
@@ -331,15 +346,7 @@ class Buckets:
         """
         self._saved = dict(state)
         for number, bucket in enumerate(self._buckets):
-            self._give_reducer(number, bucket)
-
-    def _give_reducer(self, number: int, bucket: Bucket) -> None:
-        compression = self.options.compression
-        if has_reducers(compression) and reduces(compression, bucket.flat.dtype):
-            shapes = [self.memory.shape_in_memory(slot.place) for slot in bucket.slots]
-            bucket.reducer = compression.reducer(shapes, bucket.places)
-            if (saved := self._saved.pop(number, None)) is not None:
-                bucket.reducer.load_state_dict(saved)
+            bucket.compress(self.options.compression, self._saved, number)
 
     def _place(self, parameters: Sequence[Any]) -> list[Bucket]:
         """Make buckets for parameters, last registered first: in the order of the backward pass."""
@@ -352,7 +359,7 @@ class Buckets:
         made = []
         for members in fuse(items, self.options.bucket_nbytes):
             bucket = Bucket(self.memory, [unique[index] for index in members], self.ranks.engine.communicator)
-            self._give_reducer(len(self._buckets), bucket)
+            bucket.compress(self.options.compression, self._saved, len(self._buckets))
             self._buckets.append(bucket)
             self._placed |= {id(slot.parameter) for slot in bucket.slots}
             if isinstance(self.memory, Hooks) and not self.options.is_late:
@@ -360,7 +367,22 @@ class Buckets:
             made.append(bucket)
         return made
 
-    # ---- reductions, collective ----
+
+class Buckets(PlacedBuckets):
+    """Reduces those buckets of one optimizer that the ranks have agreed to reduce. Methods are collective.
+
+    Args:
+        memory, ranks, options: as for `PlacedBuckets`.
+        named: returns names and parameters.
+
+    Attributes:
+        weights: of averages, by `weigh`; None: they are equal.
+    """
+
+    def __init__(self, memory: Memory, ranks: OptimizerRanks, named: Callable[[], Named], options: Options) -> None:
+        super().__init__(memory, ranks, options)
+        self._named = named
+        self.weights: Weights | None = None
 
     def weigh(self, samples: Mapping[int, int], active: int) -> None:
         """Weight averages from now on by numbers of samples.
@@ -412,19 +434,16 @@ class Buckets:
     def sparse(self, parameter: Any, gradient: Any, sparse_dims: int, active: int) -> Any:
         """Sum or average a gradient that is sparse on some rank: gather what the ranks have, make nothing dense."""
         memory = self.memory
-        name = self.ranks.name
         if not isinstance(memory, Sparse):
             raise UnsupportedBufferError("sparse gradients are not supported on this rank")
         places, values = memory.rows(parameter, gradient, sparse_dims)
         rows = places, values if self.weights is None else values * self.weights.factor
-        gather = Gather(
-            f"{name}, sparse", f"a sparse gradient of {name}", arrays=rows, within=memory.streams.around(rows)
-        )
-        places, values = self.ranks.run(gather)
+        text = f"a sparse gradient of {self.ranks.name}"
+        places, values = self.ranks.gather("sparse", text, rows, memory.streams.around(rows))
         return memory.of_rows(parameter, places, values, self.divisor(active))
 
     def operation(
-        self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], **early: Any
+        self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], title: str = ""
     ) -> InPlaceAllreduce:
         """Return the reduction of buckets.
 
@@ -433,41 +452,82 @@ class Buckets:
             text: likewise.
             buckets: they travel in one format.
             sent: what travels of each.
-            early: of a reduction before the step: ``speculative`` and ``within``, as for `InPlaceAllreduce`. Its
-                buckets have been collected, on a stream of their own perhaps.
+            title: as for `About`; empty: that of the step.
         """
-        if not early:
-            for bucket in buckets:
-                bucket.clear_padding()
-        operation = InPlaceAllreduce(
-            name,
-            text,
-            op=self.options.op,
-            arrays=sent,
-            wire=buckets[0].wire,
-            feedbacks=[each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)],
-            **(early or {"within": self.memory.streams.around(sent)}),
-        )
-        operation.parts = partial(self._names_in, buckets)
-        self._weight(operation, buckets, sent)
-        return operation
+        for bucket in buckets:
+            bucket.clear_padding()
+        within = self.within(buckets, sent)
+        return self._operation(name, text, buckets, sent, within=within, needed=Needed.PRESENT, title=title)
+
+    def early(self, name: str, bucket: Bucket, within: Context) -> InPlaceAllreduce:
+        """Return the reduction of a bucket before the step, which other ranks may leave out.
+
+        Args:
+            name: as for `InPlaceAllreduce`.
+            bucket: has been collected, on a stream of its own perhaps.
+            within: as for `InPlaceAllreduce`.
+        """
+        text = f"a bucket of {self.ranks.name}"
+        title = f"a bucket of {self.ranks.described}"
+        return self._operation(name, text, [bucket], [bucket.flat], within=within, needed=Needed.SOME, title=title)
+
+    def _operation(
+        self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], *, title: str, **how: Any
+    ) -> InPlaceAllreduce:
+        feedbacks = [each.reducer.feedback for each in buckets if isinstance(each.reducer, WireState)]
+        weights = self._weights_to_apply
+        if weights is not None and weights.everyone:
+            how["needed"] = Needed.EVERYONE
+        in_collective = weights.of_ranks if weights is not None and self._weighs_inside(buckets) else ()
+        travel = Travel(buckets[0].wire, feedbacks, in_collective)
+        about = self._about(buckets, title)
+        return InPlaceAllreduce(name, text, self.options.op, sent, travel=travel, about=about, **how)
 
     def reduction(
         self, name: str, text: str, buckets: Sequence[Bucket], sent: Sequence[Any], parts: MakesParts | None
     ) -> Operation:
         """Return the reduction of buckets before a step, or that of this rank's parts where it needs no more."""
-        part = None if parts is None else parts(name, text, self.options.op, buckets, sent)
+        part = None if parts is None else parts(self.options.op, buckets, sent)
         if part is None:
             return self.operation(name, text, buckets=buckets, sent=sent)
-        part.parts = partial(self._names_in, buckets)
-        self._weight(part, buckets, sent)
-        return part
+        reduce, in_words = part
 
-    def _weight(self, operation: Operation, buckets: Sequence[Bucket], sent: Sequence[Any]) -> None:
-        if self.weights is not None and self.options.compressor is None:
-            single_node = self.ranks.engine.communicator.topology.single_node
-            inside = single_node and buckets[0].travels == (None, True)
-            self.weights.apply(operation, inside=inside, scale=partial(self._scale, sent))
+        def run(ranks: Communicator) -> None:
+            with nullcontext() if self._weights_to_apply is None else self._weighted(sent, None):
+                reduce(ranks)
+
+        return CollectiveOp(name, f"{text}, {in_words}", run, about=self._about(buckets))
+
+    def within(self, buckets: Sequence[Bucket], sent: Sequence[Any]) -> Context:
+        """Return what makes the context in which to reduce buckets, as for `InPlaceAllreduce`.
+
+        What travels is multiplied by this rank's weight there, unless the collective does that.
+        """
+        around = self.memory.streams.around(sent)
+        if self.weights is None or self._weights_to_apply is None or self._weighs_inside(buckets):
+            return around
+        return partial(self._weighted, sent, around)
+
+    @property
+    def _weights_to_apply(self) -> Weights | None:
+        """The weights that an operation applies; None: none, or what is compressed was multiplied before."""
+        return self.weights if self.options.compressor is None else None
+
+    def _weighs_inside(self, buckets: Sequence[Bucket]) -> bool:
+        """Return whether the rank that adds up an element has all terms of it at hand, and multiplies them."""
+        everyone = self.weights is not None and self.weights.everyone
+        single_node = self.ranks.engine.communicator.topology.single_node
+        return everyone and single_node and buckets[0].travels == (None, True)
+
+    @contextmanager
+    def _weighted(self, sent: Sequence[Any], around: Context) -> Iterator[None]:
+        assert self.weights is not None
+        with nullcontext() if around is None else around():
+            self._scale(sent, self.weights.factor)
+            yield
+
+    def _about(self, buckets: Sequence[Bucket], title: str = "") -> About:
+        return About(title or self.ranks.about.title, partial(self._names_in, buckets))
 
     def _names_in(self, buckets: Sequence[Bucket]) -> list[str]:
         """Return the names of the parameters whose gradients are in some buckets."""

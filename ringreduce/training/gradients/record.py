@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.reduce_ops import ReduceOp
-from ringreduce.engine import Engine, Gather, InPlaceAllreduce, Operation
+from ringreduce.engine import About, Context, Engine, Gather, InPlaceAllreduce, Operation
 
 #: The status of a bucket that may be reduced before the step, given for each of its gradients; the greatest decides.
 #: 0: it is reduced, or is not to be. Else: a pass has added to the gradient since; the program has written to it; the
@@ -39,6 +40,7 @@ class OptimizerRanks:
 
     Attributes:
         engine, name, described: the arguments.
+        about: what errors call these operations.
         seconds: spent in them so far, waiting for others included.
     """
 
@@ -46,7 +48,7 @@ class OptimizerRanks:
         self.engine = engine
         self.name = name
         self.described = described
-        self._title = f"the {where} of {described}"
+        self.about = About(f"the {where} of {described}")
         self.rank = engine.communicator.rank
         self.size = engine.communicator.size
         self.empty = engine.communicator.empty
@@ -55,16 +57,20 @@ class OptimizerRanks:
     def allreduce(self, array: Any, op: ReduceOp, *, out: Any) -> None:
         """Reduce an array in place; see `InPlaceAllreduce`."""
         assert out is array, "buckets are reduced where they are"
-        self.run(InPlaceAllreduce(f"{self.name}, {len(array)}", f"a part of {self.name}", op=op, arrays=[array]))
+        name = f"{self.name}, {len(array)}"
+        self.run(InPlaceAllreduce(name, f"a part of {self.name}", op=op, arrays=[array], about=self.about))
 
     def allgather(self, rows: Any) -> Any:
         """Return the rows of all ranks, one after the other; see `Gather`."""
-        (gathered,) = self.run(Gather(f"{self.name}, rows", f"rows of {self.name}", [rows]))
+        (gathered,) = self.gather("rows", f"rows of {self.name}", [rows])
         return gathered
+
+    def gather(self, what: str, text: str, arrays: Sequence[Any], within: Context = None) -> Any:
+        """Return arrays with the rows of all ranks; ``what`` is a part of the name. See `Gather`."""
+        return self.run(Gather(f"{self.name}, {what}", text, arrays, within, self.about.title))
 
     def run(self, operation: Operation) -> Any:
         """Carry out an operation and return its result."""
-        operation.title = self._title
         started = perf_counter()
         try:
             return self.engine.run(operation)

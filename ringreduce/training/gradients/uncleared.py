@@ -74,7 +74,6 @@ class Uncleared:
 
     Attributes:
         divides: likewise, as long as the program has cleared all gradients; equal on all ranks in a reduction.
-        parted: buckets of which the reduction has left this rank its own part alone, or others for their parameters.
         scaled: the parameters, by id, whose parts were multiplied before something was added to them.
     """
 
@@ -83,7 +82,7 @@ class Uncleared:
         self._memory: Any = memory
         self._buckets = buckets
         self._size = size
-        self.parted: list[WatchedBucket] = []
+        self._parted: list[WatchedBucket] = []  # or others for their parameters
         self._parts_only = False
         self._may_divide = divides and isinstance(memory, Hooks)
         self.divides = False  # until it is known whether it may
@@ -125,13 +124,17 @@ class Uncleared:
         elif self.scaled or self._written:
             self._forget_cleared()
 
+    def parts_of(self, buckets: Iterable[WatchedBucket]) -> None:
+        """Take note that the reduction leaves this rank its own part of some buckets alone."""
+        self._parted += buckets
+
     def settle(self) -> bool:
         """Look at gradients that were not added to, before a reduction. Local.
 
         Returns:
             Whether all were cleared, so that this reduction needs no agreement on them.
         """
-        self.parted.clear()
+        self._parted.clear()
         while self._open:
             key = self._open.pop()
             self._look(key, self._known[key], adds=False)
@@ -222,7 +225,7 @@ class Uncleared:
             return
         self.cleared()
         self._kept = False
-        parts = {id(slot.parameter) for bucket in self.parted for slot in bucket.slots}
+        parts = {id(slot.parameter) for bucket in self._parted for slot in bucket.slots}
         for bucket in self._buckets:
             for number, slot in zip(bucket.numbers, bucket.slots, strict=True):
                 gradient = gradients[number]

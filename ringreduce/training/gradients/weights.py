@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import NamedTuple
-
-from ringreduce.engine import InPlaceAllreduce, Operation
-from ringreduce.engine.operations import CollectiveOp
 
 
 class Weights(NamedTuple):
@@ -37,19 +33,3 @@ class Weights(NamedTuple):
             return None
         parts = tuple(samples.get(each, 0) / total for each in range(size))
         return cls(parts, parts[rank] * divisor, len(samples) == size)
-
-    def apply(self, operation: Operation, *, inside: bool, scale: Callable[[float], object]) -> None:
-        """Let an operation, which is an average, weight what it reduces.
-
-        Args:
-            operation: a reduction in place, or a collective of parts.
-            inside: whether one rank of the node has all terms of an element at hand, and may weight them there.
-            scale: multiplies this rank's array, where it is.
-        """
-        assert isinstance(operation, (InPlaceAllreduce, CollectiveOp))
-        if self.everyone:
-            operation.require_everyone()
-        if inside and self.everyone and isinstance(operation, InPlaceAllreduce):
-            operation.weights = self.of_ranks
-        else:
-            operation.before = partial(scale, self.factor)

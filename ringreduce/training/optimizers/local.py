@@ -35,7 +35,7 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError, RingReduceError
 from ringreduce.common.reduce_ops import AVERAGE
-from ringreduce.engine import CollectiveOp, Engine, InPlaceAllreduce
+from ringreduce.engine import AS_THEY_ARE, About, CollectiveOp, Engine, InPlaceAllreduce, Travel
 from ringreduce.runtime import global_process_set
 from ringreduce.training.compression import State, WireState
 from ringreduce.training.data.shares import is_by_speed
@@ -192,10 +192,10 @@ class Average:
         """Submit an exchange, given this rank's values, in whose place it may put others."""
         return self._submitted(flat, "exchange", note)
 
-    def _submitted(self, flat: Flat, kind: str, note: str = "", **wire: Any) -> InPlaceAllreduce:
+    def _submitted(self, flat: Flat, kind: str, note: str = "", travel: Travel = AS_THEY_ARE) -> InPlaceAllreduce:
         text = f"{kind} of {self._name}"
-        operation = InPlaceAllreduce(f"{self._name}, {kind}", text + note, op=AVERAGE, arrays=[flat], **wire)
-        operation.title = f"the {text}"
+        name = f"{self._name}, {kind}"
+        operation = InPlaceAllreduce(name, text + note, AVERAGE, [flat], travel=travel, about=About(f"the {text}"))
         self._engine.submit(operation)
         return operation
 
@@ -274,7 +274,7 @@ class Fragment(Average):
         if self._wire is None:
             return self._submitted(flat, "exchange", note)
         self._unsent = {} if self.then is None else self._wire.state_dict()
-        return self._submitted(flat, "exchange", note, wire=self._wire.wire, feedbacks=[self._wire.feedback])
+        return self._submitted(flat, "exchange", note, Travel(self._wire.wire, [self._wire.feedback]))
 
     def _concluded(self, flat: Flat) -> Flat:
         """Make the outer step; uses up the average of the differences."""
@@ -421,9 +421,8 @@ class LocalTraining:
             each.connect(self._engine, self._name)
 
     def _run(self, what: str, text: str, run: Callable[[Communicator], Any]) -> Any:
-        operation = CollectiveOp(f"{self._name}, {what}", text, run)
-        operation.title = f"the {what} of {self._name}"
-        return self._engine.run(operation)
+        about = About(f"the {what} of {self._name}")
+        return self._engine.run(CollectiveOp(f"{self._name}, {what}", text, run, about=about))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what is needed to go on in the middle of a period. Local.

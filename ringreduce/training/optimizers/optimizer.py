@@ -16,7 +16,7 @@ from ringreduce.collectives.sums.adasum import adasum
 from ringreduce.common.arguments import CheckingArguments, whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import MAX
-from ringreduce.engine import CollectiveOp, Engine, Operation, Reduction
+from ringreduce.engine import About, CollectiveOp, Engine, Operation, Reduction
 from ringreduce.runtime import config, count, global_process_set
 from ringreduce.runtime.process_sets import Membership, ProcessSet, alone
 from ringreduce.training.binding.framework import Arrays, Hooks, Memory, Named
@@ -224,25 +224,23 @@ class Training:
         """Reduce the loss of a closure like gradients, in place. Collective."""
         if (weights := self.reducer.buckets.weights) is not None:
             loss *= weights.factor
-        mean = Reduction(
-            f"loss of {self.kind}", "loss of a closure", op=self.options.op, sources=[loss], targets=[loss]
-        )
-        self._run(mean, f"the loss of a closure of {self.described}")
+        title = f"the loss of a closure of {self.described}"
+        op = self.options.op
+        self._run(Reduction(f"loss of {self.kind}", "loss of a closure", op, [loss], [loss], title=title))
 
     def any_rank(self, answer: bool) -> bool:
         """Return whether any rank has found an overflow. Collective."""
         found = np.array([answer])
-        overflow = Reduction(
-            f"overflow of {self.kind}", "overflow of gradients", op=MAX, sources=[found], targets=[found]
-        )
-        self._run(overflow, f"the overflows of {self.described}")
+        title = f"the overflows of {self.described}"
+        self._run(Reduction(f"overflow of {self.kind}", "overflow of gradients", MAX, [found], [found], title=title))
         return bool(found[0])
 
     def combine(self, changes: Sequence[Any]) -> None:
         """Combine the changes of the ranks' steps by Adasum, each array by itself, in place. Collective."""
         with self._arrays.on_host(changes) as host:
-            call = CollectiveOp(f"step of {self.kind}", "step with Adasum", lambda ranks: adasum(ranks, host))
-            self._run(call, f"the step of {self.described}")
+            name = f"step of {self.kind}"
+            about = About(f"the step of {self.described}")
+            self._run(CollectiveOp(name, "step with Adasum", lambda ranks: adasum(ranks, host), about=about))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what compression keeps on this rank, as ``buckets``, ``rank`` and ``size``; empty if nothing."""
@@ -254,8 +252,7 @@ class Training:
         if (rank, size) == (self.communicator.rank, self.communicator.size):
             self.reducer.load_state_dict(buckets)
 
-    def _run(self, operation: Operation, title: str) -> None:
-        operation.title = title
+    def _run(self, operation: Operation) -> None:
         started = perf_counter()
         self._engine.run(operation)
         self._waited_s += perf_counter() - started

@@ -41,7 +41,7 @@ def strategy_for(
     partners: list[Partner] = [] if overlap is None else [overlap]
     if sharding is not None:
         partners.append(ShardPartner(sharding))
-    parts = None if sharding is None else sharding.operation
+    parts = None if sharding is None else sharding.reduction
     patience = Patience()
     numbers = SampleNumbers(context)
     agreement = StepAgreement(context, partners, settings=settings, patience=patience)

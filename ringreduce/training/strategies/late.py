@@ -238,8 +238,7 @@ class LateAverages(Strategy, PendingAverages):
         if ring is None:
             ring = self._rings[id(bucket)] = deque([bucket, *(bucket.apart() for _ in range(self._staleness))])
         target = ring[0]
-        target.numbers = bucket.numbers
-        target.reducer = bucket.reducer
+        target.follow(bucket)
         if Look.ALIASED in target.look(gradients):
             target = ring[0] = bucket.apart()
         ring.rotate(-1)
@@ -259,8 +258,10 @@ class LateAverages(Strategy, PendingAverages):
             shares = self._buckets.weights
             weights = "" if shares is None else f", weights {zlib.crc32(repr(shares.of_ranks).encode()):08x}"
             text = f"{len(these)} buckets of {self._ranks.name}, {self._buckets.layout:08x}, of {used}{weights}"
-            made = self._buckets.operation(f"{name}, {number}", text, these, [bucket.flat for bucket in these])
-            made.title = f"late gradients of {self._ranks.described}"
+            title = f"late gradients of {self._ranks.described}"
+            made = self._buckets.operation(
+                f"{name}, {number}", text, these, [bucket.flat for bucket in these], title=title
+            )
             self._ranks.engine.submit(made)
             operations.append(made)
         return operations

@@ -77,16 +77,11 @@ class BucketState:
         """Return the operation that reduces it before the step; ``joins``: how often all ranks have joined."""
         ranks = buckets.ranks
         again = f", {self.generation} times withdrawn" if self.generation else ""
-        part = buckets.operation(
+        return buckets.early(
             f"{ranks.name}, bucket {self.number}, after {joins} joins{again}",
-            f"a bucket of {ranks.name}",
-            [self.bucket],
-            [self.bucket.flat],
-            speculative=True,
+            self.bucket,
             within=None if self.sync is None else self.sync.working,
         )
-        part.title = f"a bucket of {ranks.described}"
-        return part
 
     def apply(self, event: Event) -> None:
         """Go on to the next stage."""

@@ -34,7 +34,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.partition import Partition
 from ringreduce.common.reduce_ops import MAX, SUM, ReduceOp
-from ringreduce.engine import CollectiveOp, InPlaceAllreduce, Operation, Refusal
+from ringreduce.engine import CollectiveOp, InPlaceAllreduce, Needed, Refusal
 from ringreduce.runtime import group
 from ringreduce.training.binding.framework import InPlace, Memory
 from ringreduce.training.calls.requests import dtype_name
@@ -343,9 +343,7 @@ class Sharding:
         engine = self.ranks.engine
         name = f"{self.ranks.name}, step"
         until_s = perf_counter() + _PATIENCE_S
-        operation = InPlaceAllreduce(
-            name, f"{call} of {self.ranks.name}", op=MAX, arrays=[self._flag], speculative=True
-        )
+        operation = InPlaceAllreduce(name, f"{call} of {self.ranks.name}", MAX, [self._flag], needed=Needed.SOME)
         engine.submit(operation)
         while not engine.poll(operation) and perf_counter() < until_s:
             sleep(_NAP_S)
@@ -366,19 +364,19 @@ class Sharding:
     def _run(self, what: str, run: Callable[[Communicator], Any], argument: str = "") -> Any:
         """Make calls of all ranks, in the order of the program; ``argument`` must agree. Collective."""
         name = f"{self.ranks.name}, {what}"
-        return self.ranks.run(CollectiveOp(name, f"{name} {argument}".rstrip(), run))
+        return self.ranks.run(CollectiveOp(name, f"{name} {argument}".rstrip(), run, about=self.ranks.about))
 
-    def operation(
-        self, name: str, text: str, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]
-    ) -> Operation | None:
-        """Return the reduction of this rank's parts of buckets; None: all of them are to be reduced.
+    def reduction(
+        self, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]
+    ) -> tuple[Callable[[Communicator], None], str] | None:
+        """Return what reduces this rank's parts of buckets, as of `MakesParts`; None: all of them are to be reduced.
 
-        Arguments as for `Buckets.operation`. What is encoded between nodes is reduced as a whole.
+        What is encoded between nodes is reduced as a whole.
         """
         encoded = buckets[0].wire is not None and len(self._nodes) > 1
         if encoded or not self.uncleared.in_parts:
             return None
-        self.uncleared.parted += buckets
+        self.uncleared.parts_of(buckets)
         parts = [self._rows_of(bucket, flat) for flat, bucket in zip(sent, buckets, strict=True)]
 
         def run(ranks: Communicator) -> None:
@@ -386,7 +384,7 @@ class Sharding:
                 ranks.reduce_scatter(rows, op, splits, out=own)
 
         lengths = ", ".join(f"{len(rows)} x {rows.shape[1]} {dtype_name(rows.dtype)}" for _, rows, *_ in parts)
-        return CollectiveOp(name, f"{text}, {op.value} in parts of {lengths}", run)
+        return run, f"{op.value} in parts of {lengths}"
 
     def _rows_of(self, bucket: Bucket, flat: Any) -> tuple[Any, Any, Any, list[int] | None]:
         """Return a bucket, the same as rows of one cache line, this rank's rows, and the numbers of all ranks' rows.

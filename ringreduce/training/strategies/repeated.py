@@ -148,8 +148,7 @@ class RepeatedSteps(Strategy):
     def _operation(self, last: _LastStep) -> Operation:
         operation = last.operation
         if operation is not None:
-            operation.within = self._context.memory.streams.around(last.flats)  # the stream of this step
-            operation.renew(program_stack(1))
+            operation.again(program_stack(1), self._context.buckets.within(last.buckets, last.flats))
             return operation
         name = f"{self._context.ranks.name}, step"
         text = last.text
@@ -158,7 +157,11 @@ class RepeatedSteps(Strategy):
         made = self._context.buckets.reduction(name, text, last.buckets, last.flats, self._parts)
         # Kept if the operation of the next step is equal. Parts may change, in the backward pass the text counts steps,
         # and a state that is loaded brings other feedbacks.
-        if isinstance(made, InPlaceAllreduce) and self._parts is None and not (self._in_backward or made.feedbacks):
+        if (
+            isinstance(made, InPlaceAllreduce)
+            and self._parts is None
+            and not (self._in_backward or made.travel.feedbacks)
+        ):
             last.operation = made
         return made
 

@@ -38,10 +38,10 @@ class Patience:
 
     def heed(self, error: MismatchError, operation: Operation) -> None:
         """Take note that some ranks would repeat a step, and others not; raise any other error."""
-        if self.refused or not operation.refused:
+        if self.refused:
             raise error
+        operation.was_refused(error)
         self.refused = True
-        operation.error = None  # else its traceback and the operation keep each other, and gradients, alive
         self.alike = 0
         self.needed *= 2
 
@@ -135,7 +135,7 @@ class StepAgreement:
         ranks = self._context.ranks
         while True:
             text = f"the gradients of {ranks.name}"
-            operation = InPlaceAllreduce(f"{ranks.name}, step", text, op=MAX, arrays=[record.memory])
+            operation = InPlaceAllreduce(f"{ranks.name}, step", text, MAX, [record.memory], about=ranks.about)
             try:
                 ranks.run(operation)
             except MismatchError as error:
