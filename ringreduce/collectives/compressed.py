@@ -59,6 +59,11 @@ class Feedback:
         """The relative rounding error of this rank in the last call: |error| / |values|, in the Euclidean norm."""
         return float(np.sqrt(self._lost / self._meant)) if self._meant else 0.0
 
+    def load(self, sent: Floats | None, summed: Floats | None) -> None:
+        """Go on from errors of an earlier call, which are copied; None: from none."""
+        self.sent = None if sent is None else sent.copy()
+        self.summed = None if summed is None else summed.copy()
+
     def begin(self, sent: int, summed: int) -> None:
         """Prepare for a call; for `Coded`. Errors of another length are forgotten."""
         if self.sent is None or self.sent.size != sent:

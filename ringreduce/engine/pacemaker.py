@@ -8,12 +8,14 @@ coordinator, beside the note of the step, and the coordinator tells all ranks wh
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ringreduce.common.instruments import charge
 from ringreduce.common.processes import delayed_s
+
+T = TypeVar("T")
 
 _LENGTH = 16
 _SAMPLED_EVERY = 8  # steps: to ask the system what the process has used takes 0.6 us
@@ -46,10 +48,9 @@ class Pacemaker:
 
     Attributes:
         length: so many steps are reported at once: more of many ranks, so that rank 0 sends no more per step.
-        loading_s: how long the program has waited for data; what loads it adds to this.
-        reported: whether a report was sent that nobody has looked at since.
+        loading_s: how long the program has waited for data.
         number: so many reports were sent.
-        lags: whether other ranks may know of a report before this one does, as steps do not wait for each other.
+        lags: whether other ranks may know of a report before this one does, as `arrive` was told.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Pacemaker:
     ) -> None:
         self.length = max(_LENGTH, size)
         self.loading_s = 0.0
-        self.reported = self.lags = False
+        self.lags = False
+        self._reported = False  # whether a report was sent in this step
         self._waited_s = waited_s
         self._send = send
         self._clock = clock
@@ -81,8 +83,15 @@ class Pacemaker:
         """Whether a reduction of gradients has ended."""
         return self._before is not None
 
-    def arrive(self, joins: int) -> None:
-        """Take note that this rank has come to a reduction; ``joins``: how often all ranks have joined."""
+    def arrive(self, joins: int | None) -> None:
+        """Take note that this rank has come to a reduction.
+
+        Args:
+            joins: how often all ranks have joined; None: steps do not wait for each other, so that nobody knows.
+        """
+        if joins is None:
+            self.lags = True
+            joins = 0
         if self._before is None or joins != self._joins:  # ranks that have joined made fewer steps: all count anew
             self._joins = joins
             self.number = 0
@@ -99,13 +108,25 @@ class Pacemaker:
             measured = [*self._sampled, self.loading_s - self._loaded_s, self._cores]
             self._send(["pace", self._joins, self.number, self._own, *measured])
             self.number = self.number + 1
-            self.reported = True
+            self._reported = True
             self._restart()
 
-    def leave(self) -> None:
-        """Take note that the reduction has ended."""
+    def leave(self) -> bool:
+        """Take note that the reduction has ended; return whether a report was sent since the last one."""
         sampled = len(self._own) % _SAMPLED_EVERY == 0
         self._before = self._clock(), self._waited_s(), self._usage() if sampled else None
+        reported = self._reported
+        self._reported = False
+        return reported
+
+    def load(self, following: Callable[[Iterator[T]], T], iterator: Iterator[T]) -> T:
+        """Return the next batch of a loader; what that takes is no time for which other ranks are waited for."""
+        loaded_s = self.loading_s
+        began = perf_counter()
+        try:
+            return following(iterator)
+        finally:  # a loader that gets batches of another one counts once
+            self.loading_s = loaded_s + perf_counter() - began
 
     def _restart(self) -> None:
         self._before = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from ringreduce.common.errors import (
     TransportError,
     UnsupportedBufferError,
 )
+from ringreduce.common.finalizers import when_ended
 from ringreduce.common.lifetime import close_all
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.aware_path import AwareAllreduce
@@ -298,7 +298,7 @@ class _DeviceMemory:
 
     def __init__(self, driver: CupyDriver, nbytes: int) -> None:
         self.address = driver.allocate(nbytes)
-        weakref.finalize(self, driver.free, self.address).atexit = False
+        when_ended(self, driver.free, self.address)
 
 
 def _awareness(context: Context) -> CudaAwareness:

@@ -10,7 +10,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet, WeakValueDictionary, finalize
+from weakref import WeakSet, WeakValueDictionary
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ringreduce.buffers import DType
 from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.common.finalizers import when_ended
 from ringreduce.engine import Engine
 from ringreduce.runtime import count
 from ringreduce.runtime.process_sets import ProcessSet
@@ -111,7 +112,7 @@ class Steps:
         self._beside: dict[str, Beside] = {}
         self._engines: WeakSet[Engine] = WeakSet()  # that have something of these steps
         _all[self.key] = self
-        finalize(self, _forget, self.key, self._engines, shared).atexit = False
+        when_ended(self, _forget, self.key, self._engines, shared)
 
     def of_trees(
         self,
@@ -306,14 +307,12 @@ class _Watched:
 
     def look(self, gradients: Arrays, names: Sequence[str], model: CheckedModel | None, *, last: bool = True) -> None:
         """Look at the first gradients of a step, and at the weights. Collective."""
-        self._named[:], self._checks.model = [(each, None) for each in names], model
-        try:
+        self._named[:] = [(each, None) for each in names]
+        with self._checks.looking_at(model):
             if self._checks.compares_settings(self._step):
                 self._checks.look_at_settings()
             self._checks.look(self._step, gradients)
             self._checks.compare_data(self._step, gradients, more=not last)
-        finally:
-            self._checks.model = None
 
     def look_further(self, gradients: Arrays, names: Sequence[str], *, last: bool) -> None:
         """Look at further gradients of a step. Collective."""

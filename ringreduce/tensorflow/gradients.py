@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.finalizers import when_ended
 from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.runtime import config, global_process_set
 from ringreduce.runtime import count as tell
@@ -343,7 +344,7 @@ class GradientReduction(ListReduction):
             self._identities[key] = identity_of(self._kind, arrays, made)
             if first is not None:
                 with suppress(TypeError):  # it cannot be watched: then it stays known
-                    weakref.finalize(first, _forget, weakref.ref(self), key).atexit = False
+                    when_ended(first, _forget, weakref.ref(self), key)
         return self._identities[key]
 
     def _forget(self, key: Any) -> None:

@@ -72,6 +72,10 @@ class OptimizerState:
         self._optimizer = optimizer
         self.layout: Sequence[_ElementState] | None = None
 
+    def lay_out(self, layout: Sequence[_ElementState] | None) -> None:
+        """Set the entries in the flat array; None: those that `find` finds next."""
+        self.layout = layout
+
     def find(self) -> tuple[int, str]:
         if self.layout is None:
             self.layout = [self._entry(number, name, value) for number, name, value in self._averaged()]
@@ -170,11 +174,11 @@ class StateAverage(Average):
 
     def begin(self, step: int, *, moving: bool) -> None:
         if self.then is None:
-            self.leaves.layout = None
+            self.leaves.lay_out(None)
         super().begin(step, moving=moving)
 
     def average(self) -> None:
-        self.leaves.layout = None
+        self.leaves.lay_out(None)
         super().average()
 
     def state_dict(self) -> State:
@@ -186,10 +190,10 @@ class StateAverage(Average):
 
     def load_state_dict(self, state: Mapping[str, _Flat], own: bool) -> None:
         super().load_state_dict(state, own)
-        if _LAYOUT in state:
-            self.leaves.layout = [_ElementState(*each) for each in json.loads(state[_LAYOUT].tobytes())]
-        else:
-            self.leaves.layout = self.then = None
+        saved = state.get(_LAYOUT)
+        self.leaves.lay_out(None if saved is None else [_ElementState(*each) for each in json.loads(saved.tobytes())])
+        if saved is None:
+            self.then = None
 
     def _submitted(self, flat: _Flat, kind: str, note: str = "", travel: Travel = AS_THEY_ARE) -> InPlaceAllreduce:
         self._text = f"{kind}{note}"
@@ -217,7 +221,7 @@ class StateAverage(Average):
             CollectiveOp(f"{self._name}, entries", title, agree, about=About(title))
         )
         self.leaves.give(given)
-        self.leaves.layout = layout
+        self.leaves.lay_out(layout)
         self._flat = moved = self._memory()
         moved[:] = 0.0
         places = _places(layout)

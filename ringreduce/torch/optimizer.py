@@ -143,9 +143,7 @@ class DistributedOptimizer(wrapper.Wrapper):
             names = checked_names(self._parameters(), named_parameters)
             require_shardable(optimizer, options["shard"], process_set)
             require_splittable(optimizer, options["split_updates"])
-            # None of these refers to the wrapper, so that hooks end with it.
-            self._named = partial(wrapping.named_parameters, optimizer, names)
-            self._settings = wrapping.Hyperparameters(optimizer)
+            self._name_parameters(names)
             TorchStreams(training.communicator).require_usable(self._parameters())
         training.begin(type(optimizer).__name__, self._named, chosen, self._settings)
         self._reset_step_state(chosen)
@@ -168,19 +166,26 @@ class DistributedOptimizer(wrapper.Wrapper):
         """
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied._optimizer = optimizer = copy.deepcopy(self._optimizer, memo)
-        copied._make_training = self._make_training
-        copied._training = training = self._make_training()
-        counterparts = list(zip(self._named(), wrapping.parameters_of(optimizer), strict=True))
-        names = {id(new): name for (name, _), new in counterparts}
-        copied._named = partial(wrapping.named_parameters, optimizer, names)
-        options = self._training.options
+        copied._become_copy(self, copy.deepcopy(self._optimizer, memo))
+        return copied
+
+    def _become_copy(self, original: DistributedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+        """Wrap an optimizer, a copy of that of an original, as that is wrapped."""
+        self._optimizer = optimizer
+        self._make_training = original._make_training
+        self._training = self._make_training()
+        counterparts = list(zip(original._named(), self._parameters(), strict=True))
+        self._name_parameters({id(new): name for (name, _), new in counterparts})
+        options = original._training.options
         groups = {id(new): options.groups[id(old)] for (_, old), new in counterparts if id(old) in options.groups}
         options = replace(options, groups=groups)
-        copied._settings = wrapping.Hyperparameters(optimizer)
-        training.prepare(type(optimizer).__name__, copied._named, options, copied._settings)
-        copied._reset_step_state(options)
-        return copied
+        self._training.prepare(type(optimizer).__name__, self._named, options, self._settings)
+        self._reset_step_state(options)
+
+    def _name_parameters(self, names: Mapping[int, str]) -> None:
+        # Neither refers to the wrapper, so that hooks end with it.
+        self._named = partial(wrapping.named_parameters, self._optimizer, names)
+        self._settings = wrapping.Hyperparameters(self._optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Reduce the gradients, then step. Collective.
@@ -426,7 +431,7 @@ class DistributedOptimizer(wrapper.Wrapper):
             return
         self.rejoin()
         self._training.options.require_allowed(SCALER)
-        self._settings.scaler = scaler
+        self._settings.read_by(scaler)
         if self._adasum:
             wrapping.share_overflows(self._parameters(), self._training)
         elif self._training.gradients.pending and not self._reduced.is_done_for(scaler, id(self)):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.finalizers import when_ended
 from ringreduce.torch.private import version_of
 
 #: What to do instead, with a `DistributedOptimizer` and with `DiLoCo`.
@@ -54,7 +55,7 @@ class Arrivals:
         self.reductions = self.count = 0
         self.fresh = False
         self.watch()
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        when_ended(self, _remove, self._hooks)
 
     def watch(self) -> None:
         """Watch parameters that are not watched yet."""
@@ -62,14 +63,18 @@ class Arrivals:
 
         def added_to(parameter: torch.Tensor) -> None:
             if (arrivals := this()) is not None:
-                arrivals.fresh = True
-                arrivals.count += 1
+                arrivals.came()
 
         for parameter in self._find():
             known = self._watched.get(id(parameter))
             if parameter.requires_grad and parameter.is_leaf and (known is None or known() is not parameter):
                 self._watched[id(parameter)] = weakref.ref(parameter)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(added_to))  # type: ignore[no-untyped-call]
+
+    def came(self) -> None:
+        """Take note that a pass has added to a gradient."""
+        self.fresh = True
+        self.count += 1
 
     def are_there(self) -> bool:
         """Return whether such gradients are there: a program may have cleared them by ``model.zero_grad()``."""

@@ -145,11 +145,8 @@ def _like(norm: BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
         track_running_stats=norm.track_running_stats,
         process_set=process_set,
     )
-    made.weight = norm.weight
-    made.bias = norm.bias
-    made.running_mean = norm.running_mean
-    made.running_var = norm.running_var
-    made.num_batches_tracked = norm.num_batches_tracked
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(made, name, getattr(norm, name))
     made.train(norm.training)
     return made
 

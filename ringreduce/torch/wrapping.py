@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.finalizers import when_ended
+from ringreduce.common.reduce_ops import MAX
 from ringreduce.runtime import rank_and_size
 from ringreduce.training.binding.framework import Named
 from ringreduce.training.calls.parameters import hyperparameters, in_words
@@ -35,46 +38,47 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 
 
 class Hyperparameters:
-    """Returns the hyper-parameters of an optimizer, as `hyperparameters`, and the state of its GradScaler.
-
-    Attributes:
-        scaler: the GradScaler that has read its gradients last; None: none has.
-    """
+    """Returns the hyper-parameters of an optimizer, as `hyperparameters`, and the state of its GradScaler."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.scaler: torch.amp.GradScaler | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+
+    def read_by(self, scaler: torch.amp.GradScaler) -> None:
+        """Take note of the GradScaler that reads the gradients."""
+        self._scaler = scaler
 
     def __call__(self) -> dict[str, str]:
-        state = {} if self.scaler is None else self.scaler.state_dict()
+        state = {} if self._scaler is None else self._scaler.state_dict()
         of_scaler = {f"{name.strip('_')}{OF_SCALER}": value for name, value in state.items()}
         return hyperparameters(self._optimizer) | in_words(of_scaler)
 
 
 class _StepWatch:
-    """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies.
+    """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies."""
 
-    Attributes:
-        dropped: what the next step of the optimizer itself warns of, as nobody has kept its wrapper.
-    """
-
-    __slots__ = ("_all", "_notify", "dropped")
+    __slots__ = ("_all", "_dropped", "_notify")
 
     def __init__(
         self, notify: Callable[[], Callable[[], object] | None] = lambda: None, all_steps: bool = False
     ) -> None:
         self._notify = notify
         self._all = all_steps
-        self.dropped: str | None = None
+        self._dropped: str | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
         own = id(optimizer) not in STEPPING
         if (self._all or own) and (notify := self._notify()) is not None:
             notify()
-        elif self.dropped is not None:
+        elif self._dropped is not None:
             if own and rank_and_size()[1] > 1:
-                _warn_of_dropped(self.dropped)
-            self.dropped = None  # once; or another wrapper makes the steps
+                _warn_of_dropped(self._dropped)
+            self._dropped = None  # once; or another wrapper makes the steps
+
+    def warns_of(self, dropped: str | None) -> bool:
+        """Return whether the next step of the optimizer is to warn, as nobody has kept this wrapper of it."""
+        self._dropped = dropped
+        return dropped is not None
 
     def __reduce__(self) -> tuple[type[_StepWatch], tuple[()]]:
         return _StepWatch, ()
@@ -106,12 +110,10 @@ def watch_steps(
         return lambda: None
 
     def ended() -> None:
-        watch.dropped = unused()
-        if watch.dropped is None:
+        if not watch.warns_of(unused()):
             hook.remove()
 
-    ending = weakref.finalize(cast("MethodType", notify).__self__, ended)
-    ending.atexit = False
+    ending = when_ended(cast("MethodType", notify).__self__, ended)
 
     def unwatch() -> None:
         ending.detach()
@@ -211,7 +213,9 @@ def reduced_loss(training: Training, loss: Any) -> Any:
     if training.alone or not isinstance(loss, (torch.Tensor, int, float)):
         return loss
     common = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
-    training.reduce_loss(common.numpy())
+    if (weights := training.reducer.buckets.weights) is not None:
+        common *= weights.factor
+    training.reduce("loss of a closure", training.options.op, common.numpy())
     return common.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else common.item()
 
 
@@ -221,5 +225,7 @@ def share_overflows(parameters: Iterable[torch.Tensor], training: Training) -> N
         return
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-    if training.any_rank(not all(bool(value.isfinite().all()) for value in values)) and grads:
+    overflows = np.array([not all(bool(value.isfinite().all()) for value in values)])
+    training.reduce("overflow of gradients", MAX, overflows)
+    if overflows[0] and grads:
         grads[0].mul_(math.inf)

@@ -216,7 +216,7 @@ class ShardedStep:
 
     def step(self, *closure: Callable[[], Any]) -> Any:
         """Make a step with the reduced gradients, and meet the other ranks. Collective."""
-        self.commit.unchanging = ()
+        self.commit.leave_out(())
         evaluated = [self._evaluated(each) for each in closure]
         self._refresh()
         self._sharding.uncleared.require_reduced()
@@ -347,7 +347,7 @@ class ShardedStep:
             self._sharding.begin("state_dict()")
         self._state.complete()
         if not self._sharding.has_all_state:
-            self.commit.unchanging = self._state.memory
+            self.commit.leave_out(self._state.memory)
         try:
             yield
         finally:

@@ -141,8 +141,7 @@ class WireState:
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` has returned, which is copied."""
-        self.feedback.sent = state["sent"].copy() if "sent" in state else None
-        self.feedback.summed = state["summed"].copy() if "summed" in state else None
+        self.feedback.load(state.get("sent"), state.get("summed"))
 
 
 def has_reducers(compression: object) -> TypeGuard[BucketCompression]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident, main_thread
-from time import perf_counter
 from typing import Literal, TypeVar
 from weakref import WeakSet
 
@@ -139,8 +138,7 @@ def counts_of(engine: Engine, *, again: bool = False) -> list[int] | None:
     if not begun:
         return None
     if len(begun) == 1 and (begun[0].left or again) and begun[0].ends != "uneven":
-        begun[0].left -= not again
-        return begun[0].counts
+        return begun[0].counts_of_step(again=again)
     raise ConfigError(
         'with shares="speed" the ranks have different numbers of samples, and their averages need these numbers: say '
         "step(samples=len(batch)). A sampler knows them by itself as long as it is the only one of this kind, its ends "
@@ -170,6 +168,11 @@ class Batches:
         self.size = size
         self._by_speed = by_speed
         self._division = Division()
+
+    def counts_of_step(self, *, again: bool) -> list[int]:
+        """Return `counts` for a step; ``again``: it was asked for those of this step before."""
+        self.left -= not again
+        return self.counts
 
     def renew(self) -> None:
         """Divide the next epoch anew; to be called on all ranks after the same steps."""
@@ -255,13 +258,7 @@ def get_batch(following: Callable[[Iterator[T]], T], iterator: Iterator[T]) -> T
     """Return the next batch of a loader; on the main thread, count how long the program waits for it."""
     if get_ident() != main_thread().ident or not global_process_set.connected:  # other threads read ahead
         return following(iterator)
-    pacemaker = global_process_set.engine.pacemaker
-    loaded_s = pacemaker.loading_s
-    began = perf_counter()
-    try:
-        return following(iterator)
-    finally:  # a loader that gets batches of another one counts once
-        pacemaker.loading_s = loaded_s + perf_counter() - began
+    return global_process_set.engine.pacemaker.load(following, iterator)
 
 
 def loading(batches: Iterable[T]) -> Iterator[T]:

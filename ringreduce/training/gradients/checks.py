@@ -6,13 +6,15 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import MismatchError, NotFiniteError, name_ranks
+from ringreduce.common.instruments import EngineTally
 from ringreduce.observe.seen.pace import Lasting
 from ringreduce.runtime import global_process_set
 from ringreduce.training.binding.framework import Memory, Named
@@ -63,19 +65,28 @@ class CheckedModel(NamedTuple):
 
 
 class _SlowRanks:
-    """What rank 0 knows of ranks that were slow for some time; an engine keeps it.
-
-    Attributes:
-        lasting: from reports of all ranks.
-        nreports: so many went into that.
-        warned: whether rank 0 has said that a rank is slow.
-        not_finite: whether it has said that weights are not finite.
-    """
+    """What rank 0 knows of ranks that were slow for some time; an engine keeps it."""
 
     def __init__(self) -> None:
-        self.lasting = Lasting()
-        self.nreports = 0
-        self.warned = self.not_finite = False
+        self._lasting = Lasting()
+        self._nreports = 0
+        self._warned = False
+
+    def learn(self, tally: EngineTally, nodes: Sequence[Sequence[int]]) -> Any:
+        """Return, once, the rank that was slow for some time by the reports so far; None: none was, or it was said."""
+        if self._warned:
+            return None
+        windows = tally.windows
+        for each in windows[len(windows) - min(tally.reports - self._nreports, len(windows)) :]:
+            self._lasting = self._lasting.after(each)
+        self._nreports = tally.reports
+        slow = self._lasting.slow(windows, nodes)
+        self._warned = slow is not None
+        return slow
+
+
+class _NotFinite:
+    """Rank 0 has said, in the world of an engine, that weights are not finite; an engine keeps it then."""
 
 
 class Checks:
@@ -85,10 +96,9 @@ class Checks:
         memory: the gradients'.
         ranks: whose allgather gives all ranks what each has found.
         named: returns names and parameters, the same ones on all ranks.
-        settings: returns this rank's hyper-parameters, as text by name; None: `model` has them.
+        settings: returns this rank's hyper-parameters, as text by name; None: the model has them.
 
     Attributes:
-        model: of the next step; None: weights are the parameters, or unknown.
         settings: returns this rank's hyper-parameters.
         compares_data: whether the ranks compare their gradients before the next step; the same on all.
     """
@@ -110,8 +120,17 @@ class Checks:
         self.compares_data = config.check_data and ranks.size > 1
         self._begins = memory.advice.first is not None and ranks.size > 1  # weights are still to be compared once
         self._compares_settings: bool | None = None  # None: it is not known yet whether there are any
-        self.model: CheckedModel | None = None
-        self.settings = settings or (lambda: {} if self.model is None else self.model.settings())
+        self._model: CheckedModel | None = None
+        self.settings = settings or (lambda: {} if self._model is None else self._model.settings())
+
+    @contextmanager
+    def looking_at(self, model: CheckedModel | None) -> Iterator[None]:
+        """Return a context for a step of a model; None: weights are the parameters, or unknown."""
+        self._model = model
+        try:
+            yield
+        finally:
+            self._model = None
 
     @property
     def idle(self) -> bool:
@@ -184,8 +203,10 @@ class Checks:
         """Raise, or warn of the weights that programs begin with, if those of the ranks differ."""
         first = self._begins
         self._begins = False
-        named = self._weights()
-        everyone = self._checksums([value for _, value in named], len(named))
+        model = self._model
+        named = self._named() if model is None else list(zip(model.names, model.values(), strict=True))
+        mine = [len(named), self._memory.checksum([value for _, value in named])]
+        everyone: npt.NDArray[np.int64] = self._ranks.allgather(np.array([mine], np.int64))
         if (everyone == everyone[0]).all():
             return
         count = everyone[:, :1]
@@ -209,18 +230,6 @@ class Checks:
         }
         raise MismatchError(said)
 
-    def _weights(self) -> Named:
-        if self.model is None:
-            return self._named()
-        return list(zip(self.model.names, self.model.values(), strict=True))
-
-    def _checksums(self, values: Sequence[Any], count: int) -> npt.NDArray[np.int64]:
-        """Return for each rank a number that it gives, and a checksum of its values. Collective."""
-        everyone: npt.NDArray[np.int64] = self._ranks.allgather(
-            np.array([[count, self._memory.checksum(values)]], np.int64)
-        )
-        return everyone
-
     def require_finite(self, step: int, gradients: Sequence[Any]) -> None:
         """Raise `NotFiniteError` as `look` does, if that is due before a step. Collective.
 
@@ -233,9 +242,9 @@ class Checks:
             return
         finite = self._memory.is_finite
         names = [name for name, _ in self._named()]
-        if self.model is not None and self.model.sparse:
-            names += [name for name, _ in self.model.sparse]
-            gradients = [*gradients, *(each for _, each in self.model.sparse)]
+        if self._model is not None and self._model.sparse:
+            names += [name for name, _ in self._model.sparse]
+            gradients = [*gradients, *(each for _, each in self._model.sparse)]
         wrong = [number for number, each in enumerate(gradients) if each is not None and not finite(each)]
         everyone = self._ranks.allgather(np.array([[wrong[0] if wrong else -1]], np.int64))[:, 0].tolist()
         found = [(number, rank) for rank, number in enumerate(everyone) if number >= 0]
@@ -249,8 +258,8 @@ class Checks:
 
     def data_checksum(self, gradients: Sequence[Any]) -> int:
         """Return a checksum of 32 bits of this rank's gradients, which `heed_data` compares."""
-        if self.model is not None:
-            gradients = [*gradients, *(each for _, each in self.model.sparse)]
+        if self._model is not None:
+            gradients = [*gradients, *(each for _, each in self._model.sparse)]
         return self._memory.checksum_of_gradients(gradients)
 
     def compare_data(self, step: int, gradients: Sequence[Any], *, more: bool = False) -> None:
@@ -290,18 +299,10 @@ class Checks:
             weighs: whether the optimizer takes numbers of samples, so that a rank may have fewer.
         """
         engine = self._ranks.engine
-        engine.pacemaker.reported = False
-        watched = engine.attached[_SlowRanks]
-        if self._ranks.rank or watched.warned or Shares in engine.attached:
+        if self._ranks.rank or Shares in engine.attached:
             return
-        tally = engine.tally
-        windows = tally.windows
-        for each in windows[len(windows) - min(tally.reports - watched.nreports, len(windows)) :]:
-            watched.lasting = watched.lasting.after(each)
-        watched.nreports = tally.reports
-        slow = watched.lasting.slow(windows, engine.communicator.topology.nodes)
+        slow = engine.attached[_SlowRanks].learn(engine.tally, engine.communicator.topology.nodes)
         if slow is not None:
-            watched.warned = True
             divides = weighs and global_process_set.connected and engine is global_process_set.engine
             _log.warning("%s: %s", self._described, slow.warning(self._memory.advice.fewer if divides else None))
 
@@ -351,13 +352,12 @@ def look_at_the_end(memory: Memory, ranks: OptimizerRanks, named: Callable[[], N
         memory, ranks, named: as for `Checks`.
     """
     engine = ranks.engine
-    watched = engine.attached[_SlowRanks]
     looked = engine.communicator.config.check_finite_every is not None or not ranks.seconds
-    if looked or ranks.rank or watched.not_finite or getattr(sys, "last_value", None) is not None:
+    if looked or ranks.rank or _NotFinite in engine.attached or getattr(sys, "last_value", None) is not None:
         return
     for name, parameter in named():
         if memory.is_trainable(parameter) and not memory.is_finite(parameter):
-            watched.not_finite = True
+            _ = engine.attached[_NotFinite]
             _log.warning(
                 "%s ends with NaN or infinity in its weights (%s for one): RINGREDUCE_CHECK_FINITE=1 finds the step, "
                 "the gradient and the rank where it came first",

@@ -62,6 +62,26 @@ class _Left:
         self.found: Callable[[], Any] = lambda: None
         self.hooks: Sequence[Removable] = ()
 
+    def leave(self, gradient: Any, memory: Any, *, is_part: bool) -> None:
+        """Take note of the gradient as a reduction leaves it."""
+        if gradient is self.slot.place:
+            self.found = partial(getattr, self.slot, "place")
+        else:
+            self.found = weakref.ref(gradient)
+            is_part = is_part and memory.found([gradient])[0] == Found.DENSE
+        self.version = memory.version(gradient)
+        self.is_part = is_part
+
+    def scale(self, gradient: Any, memory: Any, size: int) -> None:
+        """Multiply this rank's part of the gradient, and make the rest zero: what is reduced next is as if whole."""
+        memory.keep_part(gradient, self.own, size)
+        self.is_part = False
+
+    def hear(self, action: Callable[[], object], memory: Any) -> Sequence[Removable]:
+        """Call a function, from now on, when the framework adds to a gradient; it may do so to none yet."""
+        self.hooks = memory.before_adding(self.slot.parameter, action)
+        return self.hooks
+
 
 class Uncleared:
     """What a program does to reduced gradients before they are reduced again.
@@ -161,16 +181,8 @@ class Uncleared:
         if left.is_part and is_written:
             self._written.add(key)
         elif left.is_part:
-            self._memory.keep_part(gradient, left.own, self._size)
-            left.is_part = False
+            left.scale(gradient, self._memory, self._size)
             self.scaled.add(key)
-
-    def _hear_of(self, parameter: Any) -> Sequence[Removable]:
-        """Hear, from now on, when the framework adds to a gradient; it may do so to none of this parameter yet."""
-        hear = partial(_heard, weakref.ref(self), id(parameter))
-        hooks: Sequence[Removable] = self._memory.before_adding(parameter, hear)
-        self._known[id(parameter)].hooks = hooks
-        return hooks
 
     # ---- what the ranks tell each other ----
 
@@ -230,9 +242,10 @@ class Uncleared:
             for number, slot in zip(bucket.numbers, bucket.slots, strict=True):
                 gradient = gradients[number]
                 if gradient is not None:
-                    self._leave(slot, gradient, is_part=id(slot.parameter) in parts)
-                    if not self._known[id(slot.parameter)].hooks:
-                        bucket.hooks += self._hear_of(slot.parameter)
+                    key = id(slot.parameter)
+                    left = self._leave(key, gradient, is_part=key in parts)
+                    if not left.hooks:
+                        bucket.hooks.extend(left.hear(partial(_heard, weakref.ref(self), key), self._memory))
 
     def part_changed(self) -> None:
         """Take note that, where steps leave a rank its part alone, the gradients were changed in these."""
@@ -241,7 +254,7 @@ class Uncleared:
         for left in self._known.values():
             gradient = left.slot.parameter.grad
             if gradient is not None and gradient is left.found():
-                self._leave(left.slot, gradient, is_part=True)
+                self._leave(id(left.slot.parameter), gradient, is_part=True)
 
     def require_reduced(self) -> None:
         """Raise a `ConfigError` if a step is to be made with parts that were multiplied, to be reduced again."""
@@ -251,15 +264,11 @@ class Uncleared:
                 f"skip_synchronize(): with shard a rank has the averages of its part only; {_REMEDY}"
             )
 
-    def _leave(self, slot: Slot, gradient: Any, *, is_part: bool) -> None:
-        left = self._known[id(slot.parameter)]
-        if gradient is slot.place:
-            left.found = partial(getattr, slot, "place")
-        else:
-            left.found, is_part = weakref.ref(gradient), is_part and self._memory.found([gradient])[0] == Found.DENSE
-        left.version = self._memory.version(gradient)
-        left.is_part = is_part
-        self._open.add(id(slot.parameter))
+    def _leave(self, key: int, gradient: Any, *, is_part: bool) -> _Left:
+        left = self._known[key]
+        left.leave(gradient, self._memory, is_part=is_part)
+        self._open.add(key)
+        return left
 
 
 def _heard(this: weakref.ref[Uncleared], key: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import signature
 from types import FunctionType
@@ -68,6 +68,20 @@ class ListReduction(ABC):
     @abstractmethod
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
         """Return the averages, or sums, of gradients, some of them None. Collective."""
+
+    @contextmanager
+    def of_values(self, values: Sequence[Any], state: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+        """Return a context for a step whose variables do not hold `values` and `state`."""
+        self.values = values
+        self.state = state
+        try:
+            yield
+        finally:
+            self.values = self.state = None
+
+    def compare(self, settings: Callable[[], Mapping[str, Any]]) -> None:
+        """Let the ranks compare what returns the `settings`. Local."""
+        self.settings = settings
 
     def count(self, samples: Any) -> None:
         """Change `samples`. Local."""
@@ -270,11 +284,9 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
 
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         if hasattr(self, "inner_optimizer"):  # then the base does not call `apply`
-            reduction = distribution.reduction
-            reduction.values = list(trainable_variables)
-            reduction.state = list(zip(self.variables, optimizer_variables, strict=True))
-            grads = distribution.reduced(grads, trained_variables(self))
-            reduction.values = reduction.state = None
+            state = list(zip(self.variables, optimizer_variables, strict=True))
+            with distribution.reduction.of_values(list(trainable_variables), state):
+                grads = distribution.reduced(grads, trained_variables(self))
         return base.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
@@ -304,7 +316,7 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     methods["__class__"] = plain
     made = with_methods(optimizer, distribution=distribution, **methods)
     known = weakref.ref(optimizer)
-    distribution.reduction.settings = lambda: distribution.settings_of(known())
+    distribution.reduction.compare(lambda: distribution.settings_of(known()))
     return made
 
 

@@ -46,6 +46,12 @@ class _Name(str):
     again: Callable[[Any], Any]
     local: Places
 
+    def __new__(cls, name: Any, again: Callable[[Any], Any], local: Places) -> _Name:
+        self = super().__new__(cls, name)
+        self.again = again
+        self.local = local
+        return self
+
     def __deepcopy__(self, memo: object) -> _Name:
         return self
 
@@ -73,9 +79,7 @@ def methods_of_copies(base: Any, again: partial[Any], local: Sequence[Any]) -> d
 
     def get_config(self: Any) -> dict[str, Any]:
         config: dict[str, Any] = base.get_config(self)
-        name = _Name(config.get("name"))
-        name.again = again
-        name.local = None if local else ()
+        name = _Name(config.get("name"), again, None if local else ())
         return {**config, "name": name} if "name" in config else config
 
     def from_config(kind: Any, config: dict[str, Any], custom_objects: Any = None) -> Any:

@@ -8,14 +8,14 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.sums.adasum import adasum
 from ringreduce.common.arguments import CheckingArguments, whole_number
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import MAX
+from ringreduce.common.finalizers import when_ended
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine import About, CollectiveOp, Engine, Operation, Reduction
 from ringreduce.runtime import config, count, global_process_set
 from ringreduce.runtime.process_sets import Membership, ProcessSet, alone
@@ -43,10 +43,10 @@ class Training:
         process_set: the ranks that train together.
         arrays: the framework's.
         bind: makes the framework's `Memory`; of one that has `Hooks` as well, gradients are watched.
+        identity: as for `GradientReducer`.
 
     Attributes:
         communicator: the ranks; for what is done before the first step.
-        identity: as for `GradientReducer`, if it is set before `begin`.
         kind: the argument.
         described: what errors call the optimizer; from `begin` on, and before that its class.
         named: returns all of its parameters by name; from `prepare` on.
@@ -55,9 +55,16 @@ class Training:
     described: str
     named: Callable[[], Named]
 
-    def __init__(self, kind: str, process_set: object, arrays: Arrays, bind: Callable[[Communicator], Memory]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        process_set: object,
+        arrays: Arrays,
+        bind: Callable[[Communicator], Memory],
+        identity: Identity | None = None,
+    ) -> None:
         self.kind = kind
-        self.identity: Identity | None = None
+        self._identity = identity
         self._process_set = set_to_notify(process_set)
         self._arrays = arrays
         self._bind = bind
@@ -108,7 +115,7 @@ class Training:
             over=over,
             options=settled,
             settings=settings,
-            identity=self.identity,
+            identity=self._identity,
         )
         if reducer.sharding is not None and not self._alone:
             reducer.sharding.connect(self._process_set.ranks or ())
@@ -208,7 +215,7 @@ class Training:
         """Change how many backward passes come before each step; the same on all ranks."""
         self.options = replace(self.options, passes=whole_number("backward_passes_per_step", passes, 1))
         if self._gradients is not None:
-            self._gradients.overlap.declared = self.options.passes
+            self._gradients.overlap.declare(self.options.passes)
 
     @property
     def seconds(self) -> float:
@@ -220,20 +227,10 @@ class Training:
         """Whether there are no other ranks."""
         return self.communicator.size == 1
 
-    def reduce_loss(self, loss: npt.NDArray[np.float64]) -> None:
-        """Reduce the loss of a closure like gradients, in place. Collective."""
-        if (weights := self.reducer.buckets.weights) is not None:
-            loss *= weights.factor
-        title = f"the loss of a closure of {self.described}"
-        op = self.options.op
-        self._run(Reduction(f"loss of {self.kind}", "loss of a closure", op, [loss], [loss], title=title))
-
-    def any_rank(self, answer: bool) -> bool:
-        """Return whether any rank has found an overflow. Collective."""
-        found = np.array([answer])
-        title = f"the overflows of {self.described}"
-        self._run(Reduction(f"overflow of {self.kind}", "overflow of gradients", MAX, [found], [found], title=title))
-        return bool(found[0])
+    def reduce(self, what: str, op: ReduceOp, array: npt.NDArray[Any]) -> None:
+        """Reduce an array of a step that is no gradient, in place; ``what``: in words, must agree. Collective."""
+        title = f"the {what} of {self.described}"
+        self._run(Reduction(f"{what} of {self.kind}", what, op, [array], [array], title=title))
 
     def combine(self, changes: Sequence[Any]) -> None:
         """Combine the changes of the ranks' steps by Adasum, each array by itself, in place. Collective."""
@@ -263,7 +260,7 @@ class Training:
         self._alone = not self._process_set.included()
         if self._alone:
             ranks = alone(config())
-            weakref.finalize(self, ranks.close).atexit = False
+            when_ended(self, ranks.close)
         self.communicator: Communicator = ranks.communicator
         self._engine: Engine = ranks.engine
 
@@ -297,8 +294,7 @@ class ListTraining:
         **options: Any,
     ) -> None:
         self._model = model
-        self.training = Training(kind, process_set, arrays=arrays, bind=bind)
-        self.training.identity = identity
+        self.training = Training(kind, process_set, arrays=arrays, bind=bind, identity=identity)
         if identity is not None:
             meet(kind, identity, process_set)
         self._zeros = arrays.zeros_like
@@ -325,10 +321,9 @@ class ListTraining:
         """
         self.training.rejoin()
         reducer = self.training.reducer
-        reducer.checks.model = model or self._model
-        reduced = reducer.reduce(gradients, samples=samples)
+        with reducer.checks.looking_at(model or self._model):
+            reduced = reducer.reduce(gradients, samples=samples)
         reducer.stepped()
-        reducer.checks.model = None
         count(steps=1)
         return reduced if reducer.late is None else self._whole(reduced)
 

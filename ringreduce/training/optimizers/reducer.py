@@ -34,7 +34,7 @@ class GradientReducer:
         kind: of the optimizer, for errors.
         over: its parameters, for errors; the same on all ranks.
         options: settled; the same on all ranks.
-        settings: returns this rank's hyper-parameters, as text by name; None: `Checks.model` has them. The ranks
+        settings: returns this rank's hyper-parameters, as text by name; None: the model of `Checks` has them. The ranks
             compare theirs in steps 1, 2, 4, 8 and so on, as that takes a while.
         identity: of the optimizer, for names of operations; None: it is made in the same order on all ranks.
 

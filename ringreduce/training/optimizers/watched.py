@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from ringreduce.common.finalizers import when_ended
 from ringreduce.training.binding.framework import Hooks, Removable
 from ringreduce.training.gradients.buckets import Buckets
 from ringreduce.training.gradients.checks import look_at_the_end
@@ -53,8 +53,7 @@ class Gradients:
         self.watch()
         # The parameters keep their hooks, and the finalizer keeps what it retires; neither keeps this object.
         self._look = partial(look_at_the_end, reducer.memory, reducer.ranks, reducer.named)
-        self._finalizer = weakref.finalize(self, _retire, self._look, reducer.buckets, self.overlap, self._hooks)
-        self._finalizer.atexit = False
+        self._finalizer = when_ended(self, _retire, self._look, reducer.buckets, self.overlap, self._hooks)
         reducer.ranks.engine.communicator.lifetime.listen_while_held("closed", self._world_ends)
 
     def retire(self) -> None:

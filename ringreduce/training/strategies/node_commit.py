@@ -27,14 +27,17 @@ class NodeCommit:
 
     Attributes:
         is_whole: whether the copy is the last commit.
-        unchanging: memory of the node that needs no copy, as nobody stores to it any more.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
         self._pairs: list[tuple[_Bytes, _Bytes]] = []  # memory, and its copy
         self._prepared = self.is_whole = False
-        self.unchanging: Sequence[_Bytes] = ()
+        self._unchanging: Sequence[_Bytes] = ()
+
+    def leave_out(self, unchanging: Sequence[_Bytes]) -> None:
+        """Copy no memory of the node, from now on, to which nobody stores any more."""
+        self._unchanging = unchanging
 
     def prepare(self, memory: Sequence[_Bytes]) -> None:
         """Make room for a copy of memory of the node, all that is to be copied. Collective."""
@@ -53,11 +56,11 @@ class NodeCommit:
             copy[part] = memory[part]
         self._sharding.meet("committed")
         self.is_whole = True
-        self.unchanging = ()
+        self._unchanging = ()
 
     def copy_of(self, address: int, nbytes: int) -> _Bytes | None:
         """Return the copy of some bytes of memory; None: they are not in it, and the caller copies them."""
-        pairs = [*self._pairs, *((each, each) for each in self.unchanging)]
+        pairs = [*self._pairs, *((each, each) for each in self._unchanging)]
         return _counterpart(pairs, address, nbytes)
 
     def original_of(self, address: int, nbytes: int) -> _Bytes | None:

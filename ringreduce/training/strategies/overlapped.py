@@ -23,73 +23,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError, ShutdownError, TransportError
+from ringreduce.common.errors import ConfigError, MismatchError, RingReduceError
 from ringreduce.common.reduce_ops import SUM
-from ringreduce.engine import InPlaceAllreduce
-from ringreduce.training.binding.framework import Found, Hooks, Look, StreamSync
+from ringreduce.training.binding.framework import Found, Hooks
 from ringreduce.training.gradients.buckets import Bucket, Buckets
 from ringreduce.training.gradients.checks import Checks
 from ringreduce.training.gradients.record import ADDED, WAITS, Record
+from ringreduce.training.strategies.early_buckets import EarlyBuckets
 from ringreduce.training.strategies.stages import (
-    NEXT,
     STATUS,
-    UNKNOWN,
     Event,
     Fate,
     GradientState,
     OverlapProbe,
-    Stage,
     what_is_wrong,
 )
 from ringreduce.training.strategies.strategy import Partner
 
 _STEPS = 2  # so many alike before overlap begins
-
-
-class BucketState:
-    """A bucket that is to be reduced during the backward pass.
-
-    Attributes:
-        bucket: the bucket.
-        sync: see `Streams.sync`.
-        members: its parameters.
-        missing: how many of them have not been added to as often as expected.
-        stage: where it is.
-        part: its reduction, while it is under way.
-    """
-
-    __slots__ = ("bucket", "generation", "members", "missing", "number", "part", "stage", "sync")
-
-    def __init__(self, number: int, bucket: Bucket, members: Sequence[GradientState], sync: StreamSync | None) -> None:
-        self.number = number
-        self.bucket = bucket
-        self.members = members
-        self.sync = sync
-        self.generation = 0  # how often all ranks have withdrawn it; a part of its name
-        self.stage = Stage.FILLING
-        self.part: InPlaceAllreduce | None = None
-        self.apply(Event.STEPPED)
-
-    def reduction(self, buckets: Buckets, joins: int) -> InPlaceAllreduce:
-        """Return the operation that reduces it before the step; ``joins``: how often all ranks have joined."""
-        ranks = buckets.ranks
-        again = f", {self.generation} times withdrawn" if self.generation else ""
-        return buckets.early(
-            f"{ranks.name}, bucket {self.number}, after {joins} joins{again}",
-            self.bucket,
-            within=None if self.sync is None else self.sync.working,
-        )
-
-    def apply(self, event: Event) -> None:
-        """Go on to the next stage."""
-        self.stage = NEXT[self.stage, event]
-        if self.stage is not Stage.UNDER_WAY:
-            self.part = None
-        if event is Event.STEPPED or (event is Event.CLEARED and self.part is None):
-            self.missing = sum(member.expected > 0 for member in self.members)  # wait for all gradients again
 
 
 class Overlap(Partner):
@@ -122,7 +76,7 @@ class Overlap(Partner):
         self._in_backward = options.in_backward
         self._all = buckets
         self._moved = buckets.moved
-        self._op = options.op
+        self._sums = options.op is SUM
         plain = options.predivide_factor == 1.0 and options.compressor is None
         can = engine.threaded and plain and not checks.needs_own_gradients
         self.overlaps = can and options.overlap is not False
@@ -134,11 +88,14 @@ class Overlap(Partner):
         self._alike = 0  # steps in a row
         self._joins = engine.joins
         self.watched: dict[int, GradientState] = {}  # by the id of the parameter
-        self._buckets: list[BucketState] = []
-        self._state_of: dict[int, BucketState] = {}  # the same, by the id of the parameter
+        self._early = EarlyBuckets(hooks, buckets)
         self._pending: list[GradientState] = []  # were added to, and hooks of the program may still run
         self._passes = 0
         self._lock = threading.RLock()
+
+    def declare(self, passes: int) -> None:
+        """Change how many backward passes come before each step; the same on all ranks."""
+        self.declared = passes
 
     # ---- the backward pass ----
 
@@ -146,16 +103,16 @@ class Overlap(Partner):
         """Withdraw, or wait for, the reduction of a gradient that is about to be added to."""
         if record.summed:
             record.before_adding(self._hooks)
-        state = self._state_of.get(id(record.parameter))
+        state = self._early.of(record.parameter)
         if state is None or state.part is None:
             return
         with self._lock:
-            if not self._keep_out(state):
+            if not self._early.keep_out(state):
                 return
             record.look(self._hooks, self._moved)
             if record.fate <= Fate.MISSING:
                 place = next(slot.place for slot in state.bucket.slots if slot.parameter is record.parameter)
-                _share(self._all, state, place)
+                state.share(place, self._all)
                 record.parameter.grad = place  # what comes is added to that
                 record.apply(Fate.ADDED)
                 record.remember(self._hooks)
@@ -165,7 +122,7 @@ class Overlap(Partner):
         with self._lock:
             self._count_additions(record)
             self._pending.append(record)
-            state = self._state_of.get(id(record.parameter))
+            state = self._early.of(record.parameter)
             if state is not None and state.sync is not None:
                 state.sync.mark()
 
@@ -196,21 +153,19 @@ class Overlap(Partner):
         """Withdraw, or wait for, all reductions that are under way."""
         with self._lock:
             self._count_additions()
-            for state in self._buckets:
-                self._keep_out(state)
+            for state in self._early:
+                self._early.keep_out(state)
 
     def cleared(self) -> None:
         """Record that the program has cleared all gradients, since `stop`: passes before that do not count."""
         with self._lock:
             self._passes = 0
             for record in self.watched.values():
-                record.summed = record.times = 0
-                record.fresh = record.again = False
-            for state in self._buckets:
+                record.cleared()
+            for state in self._early:
                 state.apply(Event.CLEARED)
                 for record in state.members if state.part is not None else ():
-                    record.fate = Fate.CLEARED
-                    record.remember(self._hooks)
+                    record.watch_from_now(Fate.CLEARED, self._hooks)
 
     def fresh(self, parameters: Sequence[Any]) -> list[bool]:
         """Return for each parameter whether its gradient was added to since the last step, as far as is known."""
@@ -238,8 +193,8 @@ class Overlap(Partner):
                         record.changed[0] |= each.fate >= Fate.CHANGED
             record.unlike[0] = not alike
             record.slower[0] = self._probe is not None and self._probe.slower
-            for index, parameter in enumerate(parameters) if self.overlaps and self._state_of else ():
-                if (state := self._state_of.get(id(parameter))) is None:
+            for index, parameter in enumerate(parameters) if self.overlaps and len(self._early) else ():
+                if (state := self._early.of(parameter)) is None:
                     continue
                 if state.part is None:
                     record.status[index] = WAITS
@@ -262,13 +217,13 @@ class Overlap(Partner):
         if not (record.status.any() or record.cleared.any() or record.kept.any()):
             return reduced
         with self._lock:
-            for state in self._buckets:
+            for state in self._early:
                 numbers = state.bucket.numbers
                 part = state.part
                 if min(numbers) < 0 or (record.status[numbers] == WAITS).any():
                     if part is not None:  # the program has removed a parameter; or a rank waits
                         self._engine.withdraw([part])
-                    state.generation += 1
+                    state.withdraw()
                     continue
                 assert part is not None and part.done, "all ranks have submitted it before the step"
                 if part.error is not None:
@@ -285,7 +240,7 @@ class Overlap(Partner):
                     if each.fate > Fate.MISSING or record.cleared[number]:
                         continue
                     if again:
-                        _share(self._all, state, slot.place)
+                        state.share(slot.place, self._all)
                     if gradients[number] is None and record.found[number] == Found.DENSE:
                         gradients[number] = slot.place
                 if not again:
@@ -309,8 +264,7 @@ class Overlap(Partner):
             joined = self._joins != self._engine.joins
             self._joins = self._engine.joins
             if joined:  # ranks that had joined have not counted what was withdrawn since
-                self._buckets.clear()
-                self._state_of.clear()
+                self._early.clear()
             if record.changed.any():
                 self.end()
                 self._checks.warn_of_changes(in_backward=self._in_backward)
@@ -331,9 +285,9 @@ class Overlap(Partner):
             if not self.overlaps and self._alike >= _STEPS:
                 self.end()
                 return
-            if self.overlaps and [each.bucket for each in self._buckets] != list(self._all):
-                self._take_buckets()
-            for state in self._buckets:
+            if self.overlaps:
+                self._early.update(self.watched)
+            for state in self._early:
                 state.apply(Event.STEPPED)
 
     def reduced(self, gradients: Sequence[Any], *, repeated: bool) -> None:
@@ -343,54 +297,36 @@ class Overlap(Partner):
     def forget_step(self) -> None:
         """Forget what was added in the last step, but how often."""
         for record in self.watched.values():
-            if record.fresh and self._op is SUM:
-                record.summed = UNKNOWN
-            record.begin()
+            record.begin(sums=self._sums)
         self._passes = 0
 
     def end(self) -> None:
         """Reduce nothing during backward passes any more; the same on all ranks."""
         self.forget_step()
         self.begun = self.is_learning = False
-        self._buckets.clear()
-        self._state_of.clear()
+        self._early.clear()
 
     def abandon(self) -> None:
         """Withdraw what is under way; takes no lock, for finalizers."""
-        self._engine.withdraw([each.part for each in self._buckets if each.part is not None and not each.part.done])
+        self._early.abandon()
 
     def break_off(self, error: BaseException) -> None:
         """End a step that has failed on all ranks; the next ones begin without overlap."""
         with self._lock:
             with suppress(RingReduceError):  # what has ended everything is raised by the step
-                for state in self._buckets:
-                    self._keep_out(state)
+                for state in self._early:
+                    self._early.keep_out(state)
             self.forget_step()
             self.begun = False
             self._alike = 0
-            for state in self._buckets:
-                state.generation += 1
+            for state in self._early:
+                state.withdraw()
                 state.apply(Event.STEPPED)
         if self.overlaps and isinstance(error, MismatchError) and error.advice:
             # On other ranks a step of another optimizer has failed: what overlaps is not the same any more.
             self._engine.fail(error)
 
     # ---- inside; the lock is held ----
-
-    def _take_buckets(self) -> None:
-        streams = self._all.memory.streams
-        watched = self.watched
-        self._buckets = [
-            BucketState(
-                number,
-                bucket,
-                members=[watched[id(slot.parameter)] for slot in bucket.slots],
-                sync=streams.sync(bucket.flat),
-            )
-            for number, bucket in enumerate(self._all)
-            if not bucket.is_compressed and all(id(slot.parameter) in watched for slot in bucket.slots)
-        ]
-        self._state_of = {id(member.parameter): each for each in self._buckets for member in each.members}
 
     def _count_additions(self, latest: GradientState | None = None) -> None:
         """Count the additions after which the program's hooks have run by now; submit buckets that are complete.
@@ -401,57 +337,11 @@ class Overlap(Partner):
         pending = self._pending
         self._pending = []
         for record in pending:
-            record.remember(self._hooks)
-            record.fresh = True
-            state = self._state_of.get(id(record.parameter))
-            if state is not None and state.part is not None:
-                record.apply(Fate.ADDED)
-            if self.suspends:
+            record.count(self._hooks, counts=not self.suspends)
+            state = self._early.of(record.parameter)
+            if state is None:
                 continue
-            record.times += 1
-            if state is not None and state.part is None and record.times == record.expected:
-                state.missing -= 1
-                if state.missing == 0 and self.begun and state.stage is Stage.FILLING:
-                    self._submit(state, latest)
-
-    def _submit(self, state: BucketState, latest: GradientState | None) -> None:
-        bucket = state.bucket
-        members = state.members
-        given = any(each is latest or (not each.times and each.parameter.grad is not None) for each in members)
-        filled = False
-        if not given and self._joins == self._engine.joins:
-            with nullcontext() if state.sync is None else state.sync.filling():
-                filled = max(bucket.collect(zeros=True), default=0) <= Look.EMPTY
-        if filled:
-            for record in members:
-                record.fate = Fate.MISSING if record.parameter.grad is None else Fate.NONE
-                record.remember(self._hooks)
-            part = state.reduction(self._all, self._joins)
-            try:
-                self._engine.submit(part)
-            except (ConfigError, ShutdownError, TransportError):
-                pass  # this rank has joined, or the engine has ended: the step will raise it
-            else:
-                state.part = part
-        state.apply(Event.HELD_BACK if state.part is None else Event.SUBMITTED)
-
-    def _keep_out(self, state: BucketState) -> bool:
-        """Withdraw a bucket, or wait for it; return whether it was reduced. Others that are under way likewise."""
-        if state.part is not None and not state.part.done:
-            self.abandon()  # all at once: an answer may take a while
-            for each in self._buckets:
-                if each.part is not None and not self._engine.settle(each.part):
-                    each.apply(Event.WITHDRAWN)
-        if state.part is None or state.part.error is not None:  # the step raises the error
-            return False
-        if state.sync is not None:
-            state.sync.come_back()
-        return True
-
-
-def _share(buckets: Buckets, state: BucketState, place: Any) -> None:
-    """Make a gradient that was reduced this rank's share of the result, to be reduced again."""
-    assert state.part is not None, "it was reduced"
-    share = buckets.divisor(state.part.active) / state.part.active
-    if share != 1.0:
-        buckets.memory.scale(place, share)
+            if state.part is not None:
+                record.apply(Fate.ADDED)
+            elif not self.suspends and record.times == record.expected and state.count() and self.begun:
+                self._early.submit(state, latest, self._joins)

@@ -30,8 +30,7 @@ class PacedSteps(Strategy):
     def reduce(self, contribution: Contribution) -> list[Any]:
         pacemaker = self._pacemaker
         if self._lags:  # no rank waits for reports of others, so joins cannot tell them apart
-            pacemaker.lags = True
-            pacemaker.arrive(0)
+            pacemaker.arrive(None)
         else:
             joins = self._engine.joins
             if joins != self._joins:
@@ -40,8 +39,7 @@ class PacedSteps(Strategy):
                 self._context.checks.after_join()
             pacemaker.arrive(joins)
         averages = self._inner.reduce(contribution)
-        pacemaker.leave()
-        if pacemaker.reported:
+        if pacemaker.leave():
             self._context.checks.look_at_paces(weighs=self._weighs)
         return averages
 

@@ -85,7 +85,7 @@ class RepeatedSteps(Strategy):
 
     def reduce(self, contribution: Contribution) -> list[Any]:
         checks = self._context.checks
-        self._patience.refused = False
+        self._patience.begin_step()
         try:
             if not checks.idle:
                 checks.look(self._context.count.reduced, contribution.gradients)
@@ -99,7 +99,7 @@ class RepeatedSteps(Strategy):
                 self._remember(contribution.parameters)
         except BaseException as error:
             self._last = None
-            self._patience.alike = 0
+            self._patience.count(alike=False)
             for partner in self._partners:
                 partner.break_off(error)
             raise
@@ -168,7 +168,7 @@ class RepeatedSteps(Strategy):
     def _remember(self, parameters: Sequence[Any]) -> None:
         """Let the next step repeat this one, if it was like those before and nothing about it is special."""
         found = self._whole.found
-        self._patience.alike = self._patience.alike + 1 if found == self._found else 0
+        self._patience.count(alike=found == self._found)
         self._found = found
         self._last = None
         buckets = list(self._context.buckets)

@@ -93,13 +93,35 @@ class GradientState:
     summed: int = 0
     again: bool = False
 
-    def begin(self) -> None:
-        """Begin the next step: forget all of the last one but how often it added to the gradient."""
+    def begin(self, *, sums: bool) -> None:
+        """Begin the next step: forget all of the last one but how often it added to the gradient.
+
+        Args:
+            sums: whether the last one has summed up over the ranks what was added.
+        """
+        if self.fresh and sums:
+            self.summed = UNKNOWN
         self.expected = self.times or self.expected
         self.times = self.gradient = self.version = 0
         self.fate = Fate.NONE
         self.fresh = False
         self.again = False
+
+    def count(self, hooks: Hooks, *, counts: bool) -> None:
+        """Record an addition; ``counts``: in a pass that counts."""
+        self.remember(hooks)
+        self.fresh = True
+        self.times += counts
+
+    def cleared(self) -> None:
+        """Record that the program has cleared all gradients: what was added before does not count."""
+        self.summed = self.times = 0
+        self.fresh = self.again = False
+
+    def watch_from_now(self, fate: Fate, hooks: Hooks) -> None:
+        """Look from now on whether anything changes the gradient, of which this is the fate so far."""
+        self.fate = fate
+        self.remember(hooks)
 
     def before_adding(self, hooks: Hooks) -> None:
         """Find out whether the gradient that is added to now was summed up, and not cleared since."""

@@ -19,36 +19,40 @@ class Patience:
 
     The more often the ranks have come to a step in different ways, the longer they wait.
 
-    Attributes:
-        alike: agreements in a row that have found the same.
-        needed: how many of them it takes.
-        refused: whether an operation of this step was refused, as some ranks repeated the last step and others agreed
-            first; set to False before each step.
     """
 
     def __init__(self) -> None:
-        self.alike = 0
-        self.needed = 1
-        self.refused = False
+        self._alike = 0  # agreements in a row that have found the same
+        self._needed = 1  # so many it takes
+        # Whether an operation of this step was refused, as some ranks repeated the last step and others agreed first.
+        self._refused = False
 
     @property
     def is_over(self) -> bool:
         """Whether enough agreements have found the same."""
-        return self.alike >= self.needed
+        return self._alike >= self._needed
+
+    def begin_step(self) -> None:
+        """To be called before each step."""
+        self._refused = False
+
+    def count(self, *, alike: bool) -> None:
+        """Count an agreement; ``alike``: whether it has found the same as the last one."""
+        self._alike = self._alike + 1 if alike else 0
 
     def heed(self, error: MismatchError, operation: Operation) -> None:
         """Take note that some ranks would repeat a step, and others not; raise any other error."""
-        if self.refused:
+        if self._refused:
             raise error
         operation.was_refused(error)
-        self.refused = True
-        self.alike = 0
-        self.needed *= 2
+        self._refused = True
+        self._alike = 0
+        self._needed *= 2
 
     def excuse(self) -> None:
         """Take back the last doubling: the numbers of samples have changed, which says nothing of gradients."""
-        if self.refused:
-            self.needed = max(self.needed // 2, 1)
+        if self._refused:
+            self._needed = max(self._needed // 2, 1)
 
 
 class StepAgreement:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ringreduce.buffers import Array
 from ringreduce.common.errors import TransportError
+from ringreduce.common.finalizers import when_ended
 
 _MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
 
@@ -119,7 +120,7 @@ class MemfdSegments(Segments):
 
     def _keep(self, fd: int, mapped: mmap.mmap) -> tuple[int, Array]:
         self._kept[fd] = weakref.ref(mapped)
-        weakref.finalize(mapped, _close, self._kept, fd).atexit = False
+        when_ended(mapped, _close, self._kept, fd)
         return fd, np.frombuffer(mapped, np.uint8)
 
     def discard(self, segment_id: int, offset: int, nbytes: int) -> None:
