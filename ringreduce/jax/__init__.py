@@ -48,9 +48,10 @@ from ringreduce.runtime.world_names import (
 )
 from ringreduce.training.binding.error_text import error_of
 from ringreduce.training.calls.averages import weighted_average
+from ringreduce.training.calls.handles import join
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.calls.requests import barrier, join
+from ringreduce.training.calls.requests import barrier
 from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
 from ringreduce.training.data.resumable import ResumableLoader

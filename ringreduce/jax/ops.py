@@ -37,7 +37,8 @@ from ringreduce.training.binding.error_text import raise_unseen
 from ringreduce.training.binding.host import HOST
 from ringreduce.training.binding.identity import Identity
 from ringreduce.training.calls.differentiable import Differentiable
-from ringreduce.training.calls.requests import Op, RequestBuilder, chosen_op
+from ringreduce.training.calls.requests import RequestBuilder
+from ringreduce.training.options.options import Op, chosen_op
 
 #: Smaller results become arrays of JAX all together, by a program that returns its arguments: quicker than one by one.
 _LEAST_PUT_NBYTES = 1 << 20

@@ -56,9 +56,10 @@ from ringreduce.training.calls.built import (
     nccl_built,
     rocm_built,
 )
+from ringreduce.training.calls.handles import join
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.calls.requests import barrier, join
+from ringreduce.training.calls.requests import barrier
 from ringreduce.training.data.resumable import ResumableLoader
 from ringreduce.training.data.shares import loading, share
 

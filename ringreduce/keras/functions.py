@@ -20,8 +20,9 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.host import HOST
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.parameters import broadcast_parameters
-from ringreduce.training.calls.requests import Op, Request, RequestBuilder, chosen_op, require_no_op
+from ringreduce.training.calls.requests import Request, RequestBuilder
 from ringreduce.training.compression.tensors import wire_format_of
+from ringreduce.training.options.options import Op, chosen_op, require_no_op
 
 __all__ = [
     "Adasum",

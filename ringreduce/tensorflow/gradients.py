@@ -39,7 +39,7 @@ from ringreduce.training.binding.framework import Advice
 from ringreduce.training.binding.host import ArraySpec, HostMemory
 from ringreduce.training.binding.identity import Identity, identity_of, name_in, numbers
 from ringreduce.training.calls.parameters import in_words
-from ringreduce.training.calls.requests import Adasum, Op, RequestBuilder
+from ringreduce.training.calls.requests import RequestBuilder
 from ringreduce.training.compression import has_reducers
 from ringreduce.training.compression.tensors import NoneCompressor
 from ringreduce.training.data.shares import is_by_speed
@@ -50,7 +50,7 @@ from ringreduce.training.optimizers.optimizer import ListTraining
 from ringreduce.training.optimizers.refusals import refusal
 from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments, checked, named_options
 from ringreduce.training.options.features import ADASUM, SAMPLES, SHARES
-from ringreduce.training.options.options import averaging
+from ringreduce.training.options.options import Adasum, Op, averaging
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack

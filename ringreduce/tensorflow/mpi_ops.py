@@ -78,8 +78,9 @@ from ringreduce.training.calls.built import (
 )
 from ringreduce.training.calls.differentiable import Differentiable
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.calls.requests import Op, Request, RequestBuilder, barrier, chosen_op
+from ringreduce.training.calls.requests import Request, RequestBuilder, barrier
 from ringreduce.training.compression.tensors import wire_of
+from ringreduce.training.options.options import Op, chosen_op
 
 __all__ = [
     "Adasum",

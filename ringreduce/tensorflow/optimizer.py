@@ -15,12 +15,12 @@ from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from ringreduce.tensorflow.gradients import GradientReduction
 from ringreduce.tensorflow.mpi_ops import grouped_allreduce
-from ringreduce.training.calls.requests import Adasum
 from ringreduce.training.optimizers.applying import Distribution, distribute, with_methods
 from ringreduce.training.optimizers.keras_copies import keep_copies_distributed
 from ringreduce.training.optimizers.refusals import require_together
 from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments
 from ringreduce.training.options.features import ACCUMULATION, ADASUM, FIRST_TENSORFLOW, KERAS
+from ringreduce.training.options.options import Adasum
 from ringreduce.training.strategies.late import STALENESS
 
 if TYPE_CHECKING:

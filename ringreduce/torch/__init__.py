@@ -113,9 +113,10 @@ from ringreduce.training.calls.built import (
     nccl_built,
     rocm_built,
 )
+from ringreduce.training.calls.handles import Handle, join, poll, synchronize
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
-from ringreduce.training.calls.requests import Handle, barrier, join, poll, synchronize
+from ringreduce.training.calls.requests import barrier
 from ringreduce.training.data.shares import loading, share
 
 __all__ = [

@@ -46,7 +46,8 @@ from torch import Tensor
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.tensors.arrays import differentiable, preparing
-from ringreduce.training.calls.requests import Handle, Request
+from ringreduce.training.calls.handles import Handle
+from ringreduce.training.calls.requests import Request
 
 _Tensors = Sequence[Tensor]
 

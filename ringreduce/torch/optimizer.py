@@ -26,11 +26,10 @@ from ringreduce.torch.split_updates import require_splittable
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.torch.tensors.gradients import TorchParameters
 from ringreduce.torch.tensors.streams import TorchStreams
-from ringreduce.training.calls.requests import Adasum
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments, checked, options_of
 from ringreduce.training.options.features import CLOSURE, SCALER, SKIPPING
-from ringreduce.training.options.options import Options, checked_names
+from ringreduce.training.options.options import Adasum, Options, checked_names
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack

@@ -22,7 +22,9 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch.compression import Compression, Compressor, wire_of
 from ringreduce.torch.tensors.arrays import TENSORS, differentiable, preparing, sparse_entries, sum_entries
-from ringreduce.training.calls.requests import Handle, Op, Request, chosen_op, in_words
+from ringreduce.training.calls.handles import Handle
+from ringreduce.training.calls.requests import Request, in_words
+from ringreduce.training.options.options import Op, chosen_op
 
 _Tensors = Sequence[Tensor]
 

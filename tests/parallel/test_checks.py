@@ -10,7 +10,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.testing import caught
 from ringreduce.testing.toy import Toy
-from ringreduce.training.calls.requests import join
+from ringreduce.training.calls.handles import join
 
 ZEROS = {"matrix": np.zeros((3, 2), np.float32), "bias": np.zeros(2, np.float32), "extra": np.zeros(2, np.float32)}
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)

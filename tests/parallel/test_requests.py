@@ -11,7 +11,9 @@ import pytest
 import ringreduce as rr
 from ringreduce.training.binding import host
 from ringreduce.training.binding.host import HostArrays
-from ringreduce.training.calls.requests import Adasum, ReproducibleSum, RequestBuilder, poll, synchronize
+from ringreduce.training.calls.handles import poll, synchronize
+from ringreduce.training.calls.requests import RequestBuilder
+from ringreduce.training.options.options import Adasum, ReproducibleSum
 
 Run = Callable[[Any], Any]
 

@@ -35,7 +35,7 @@ from ringreduce import runtime
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.testing.toy import RATE
-from ringreduce.training.calls.requests import join
+from ringreduce.training.calls.handles import join
 from ringreduce.training.compression.powersgd import PowerSGD
 
 _STEPS = 11

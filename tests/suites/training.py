@@ -17,7 +17,7 @@ from suites.trainees import Floats, Make, Named, OneProcess, Trainee, assert_equ
 
 from ringreduce import runtime
 from ringreduce.common.errors import MismatchError
-from ringreduce.training.calls.requests import join
+from ringreduce.training.calls.handles import join
 from ringreduce.training.compression.powersgd import PowerSGD
 
 _Pass = tuple[Floats, Floats, bool]  # of a backward pass: the batch, and whether ``extra`` is used

@@ -29,7 +29,8 @@ from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine import Engine
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.framework import Arrays
-from ringreduce.training.calls.requests import Op, ReproducibleSum, Request, RequestBuilder
+from ringreduce.training.calls.requests import Request, RequestBuilder
+from ringreduce.training.options.options import Op, ReproducibleSum
 
 _Values = Sequence[Any]
 

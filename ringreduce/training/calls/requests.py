@@ -25,26 +25,8 @@ from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 from ringreduce.training.binding.framework import Arrays
 from ringreduce.training.binding.host import HOST, laid_out
-from ringreduce.training.calls.handles import Handle, join, poll, synchronize
-from ringreduce.training.options.options import Adasum, Op, ReproducibleSum, chosen_op, require_no_op
-
-__all__ = [
-    "Adasum",
-    "Handle",
-    "Op",
-    "ReproducibleSum",
-    "Request",
-    "RequestBuilder",
-    "barrier",
-    "chosen_op",
-    "dtype_name",
-    "in_words",
-    "join",
-    "poll",
-    "require_no_op",
-    "set_to_notify",
-    "synchronize",
-]
+from ringreduce.training.calls.handles import Handle
+from ringreduce.training.options.options import Adasum, Op, ReproducibleSum, require_no_op
 
 #: Smaller results mostly travel together with others and are copied out of their buffer; alone, it makes no difference.
 _LEAST_SHARED_NBYTES = 1 << 20
