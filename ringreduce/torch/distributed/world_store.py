@@ -30,19 +30,50 @@ _HOT_S = 1.0  # so long after a request the next one is expected soon
 _PENDING = object()  # in place of an answer
 
 
+class _Request(NamedTuple):
+    """What a rank asks for.
+
+    Attributes:
+        peer: that rank.
+        number: its number for it.
+        operation: of `_Table`.
+        arguments: its own.
+    """
+
+    peer: int
+    number: int
+    operation: str
+    arguments: Sequence[Any]
+
+
 class _Table:
-    """The keys and values of a store, texts both; bytes are letters of Latin-1."""
+    """The keys and values of a store, texts both; bytes are letters of Latin-1. Answers requests of ranks."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
+        self._waiting: list[_Request] = []  # for keys
 
-    def answer(self, operation: str, arguments: Sequence[Any]) -> Any:
-        """Carry a request out; return `_PENDING` if it waits for keys.
+    def take(self, request: _Request) -> list[tuple[int, int, bool, Any]]:
+        """Return what can be answered now: to whom, the number of the request, whether it went well, and the answer."""
+        self._waiting.append(request)
+        found: list[tuple[int, int, bool, Any]] = []
+        before = -1
+        while len(found) > before:  # what was set may be what another one waits for
+            before = len(found)
+            for each in tuple(self._waiting):
+                is_right, answer = self._try(each)
+                if answer is not _PENDING:
+                    self._waiting.remove(each)
+                    found.append((each.peer, each.number, is_right, answer))
+        return found
 
-        Raises:
-            ValueError: what is there is no number.
-        """
-        return _OPERATIONS[operation](self, *arguments)
+    def _try(self, request: _Request) -> tuple[bool, Any]:
+        try:
+            return True, _OPERATIONS[request.operation](self, *request.arguments)
+        except ValueError as error:  # what is there is no number
+            return False, f"{request.operation}({', '.join(map(str, request.arguments))}): {error}"
+
+    # ---- operations; they return `_PENDING` while they wait for keys ----
 
     def set(self, keys: Sequence[str], values: Sequence[str]) -> None:
         self._values.update(zip(keys, values, strict=True))
@@ -78,152 +109,45 @@ class _Table:
         return len(self._values)
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (
-        _Table.add,
-        _Table.append,
-        _Table.check,
-        _Table.compare_set,
-        _Table.delete_key,
-        _Table.get,
-        _Table.num_keys,
-        _Table.set,
-        _Table.wait,
-    )
-}
+_NAMES = ("add", "append", "check", "compare_set", "delete_key", "get", "num_keys", "set", "wait")
+_OPERATIONS: dict[str, Callable[..., Any]] = {name: getattr(_Table, name) for name in _NAMES}
 
 
-class _Request(NamedTuple):
-    """What a rank asks for.
-
-    Attributes:
-        peer: that rank.
-        number: its number for it.
-        operation: of `_Table`.
-        arguments: its own.
-    """
-
-    peer: int
-    number: int
-    operation: str
-    arguments: Sequence[Any]
-
-
-class _Desk:
-    """Answers requests; those that wait for keys once these are there."""
-
-    def __init__(self) -> None:
-        self._table = _Table()
-        self._waiting: list[_Request] = []
-
-    def take(self, request: _Request) -> list[tuple[int, int, bool, Any]]:
-        """Return what can be answered now: to whom, the number of the request, whether it went well, and the answer."""
-        self._waiting.append(request)
-        found: list[tuple[int, int, bool, Any]] = []
-        before = -1
-        while len(found) > before:  # what was set may be what another one waits for
-            before = len(found)
-            for each in tuple(self._waiting):
-                is_right, answer = self._try(each)
-                if answer is not _PENDING:
-                    self._waiting.remove(each)
-                    found.append((each.peer, each.number, is_right, answer))
-        return found
-
-    def _try(self, request: _Request) -> tuple[bool, Any]:
-        try:
-            return True, self._table.answer(request.operation, request.arguments)
-        except ValueError as error:
-            return False, f"{request.operation}({', '.join(map(str, request.arguments))}): {error}"
-
-
-class WorldStore(_Store):  # type: ignore[misc]
-    """A rank's access to the store of its world; any thread may use it.
-
-    Rank 0 has the values, and a thread that answers the others.
+class _Requests:
+    """The requests of a rank, and on rank 0 the values, and a thread that answers the others.
 
     Args:
-        messages: between all ranks, for the store alone; it closes them.
-        lifetime: of the world.
+        messages, lifetime: as for `WorldStore`.
     """
 
     def __init__(self, messages: Messages, lifetime: Lifetime) -> None:
-        super().__init__()
         self._messages = messages
         self._lifetime = lifetime
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # Guards what follows, and the transport.
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._forgotten: set[int] = set()  # requests whose answers nobody waits for
-        self._desk = _Desk()  # of rank 0
+        self._table = _Table()  # of rank 0
         self._heard_s = time.monotonic()
         self._ended = threading.Event()
         lifetime.listen_while_held("closed", self._close)
         if messages.rank == 0 and messages.size > 1:
             threading.Thread(target=self._serve, name="ringreduce serves torch's store", daemon=True).start()
 
-    # ---- what torch calls ----
-
-    def set(self, key: str, value: Any) -> None:
-        self._ask("set", [key], [_text(value)])
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        self._ask("set", list(keys), [_text(each) for each in values])
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        found = self._ask("get", list(keys), keys=keys)
-        return [each.encode("latin-1") for each in found]
-
-    def add(self, key: str, value: int) -> int:
-        total: int = self._ask("add", key, value)
-        return total
-
-    def append(self, key: str, value: Any) -> None:
-        self._ask("append", key, _text(value))
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        found: str = self._ask("compare_set", key, _text(expected), _text(desired))
-        return found.encode("latin-1")
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", list(keys)))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask("wait", list(keys), keys=keys, timeout=timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete_key", key))
-
-    def num_keys(self) -> int:
-        return int(self._ask("num_keys"))
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def clone(self) -> WorldStore:
-        return self
-
-    # ---- requests and answers ----
-
-    def _ask(self, operation: str, *arguments: Any, keys: Sequence[str] = (), timeout: timedelta | None = None) -> Any:
+    def ask(self, operation: str, *arguments: Any, keys: Sequence[str], limit_s: float) -> Any:
         """Return the answer to a request.
 
         Args:
             operation: of `_Table`.
             arguments: its own.
             keys: for which it may wait.
-            timeout: how long; None: as long as the store does.
+            limit_s: how long.
 
         Raises:
             DistStoreError: keys were not there in time; or the request cannot be carried out.
             ShutdownError, TransportError: the world has ended.
         """
         number = next(self._numbers)
-        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
         deadline = time.monotonic() + limit_s
         self._lifetime.require_open("torch's store")
         with self._lock:
@@ -270,7 +194,7 @@ class WorldStore(_Store):  # type: ignore[misc]
             self._keep(number, is_right, answer)
             return
         self._heard_s = time.monotonic()
-        for receiver, *answer in self._desk.take(_Request(peer, *content)):
+        for receiver, *answer in self._table.take(_Request(peer, *content)):
             if receiver == 0:
                 self._keep(*answer)
             else:
@@ -287,6 +211,67 @@ class WorldStore(_Store):  # type: ignore[misc]
         self._ended.set()
         with self._lock:
             self._messages.close()
+
+
+class WorldStore(_Store):  # type: ignore[misc]
+    """A rank's access to the store of its world, which rank 0 keeps; any thread may use it.
+
+    Args:
+        messages: between all ranks, for the store alone; it closes them.
+        lifetime: of the world.
+    """
+
+    def __init__(self, messages: Messages, lifetime: Lifetime) -> None:
+        super().__init__()
+        self._requests = _Requests(messages, lifetime)
+
+    def _ask(self, operation: str, *arguments: Any, keys: Sequence[str] = (), timeout: timedelta | None = None) -> Any:
+        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
+        return self._requests.ask(operation, *arguments, keys=keys, limit_s=limit_s)
+
+    # ---- what torch calls ----
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", [key], [_text(value)])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        self._ask("set", list(keys), [_text(each) for each in values])
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        found = self._ask("get", list(keys), keys=keys)
+        return [each.encode("latin-1") for each in found]
+
+    def add(self, key: str, value: int) -> int:
+        total: int = self._ask("add", key, value)
+        return total
+
+    def append(self, key: str, value: Any) -> None:
+        self._ask("append", key, _text(value))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        found: str = self._ask("compare_set", key, _text(expected), _text(desired))
+        return found.encode("latin-1")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", list(keys), keys=keys, timeout=timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
+
+    def num_keys(self) -> int:
+        return int(self._ask("num_keys"))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> WorldStore:
+        return self
 
 
 def _text(value: Any) -> str:
