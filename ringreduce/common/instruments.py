@@ -216,6 +216,17 @@ class EngineTally:
             for before, after in pairwise(known)
         ]
 
+    def count_batch(self, seconds: float, *, overlapped: bool) -> None:
+        """Count operations that ran as one piece."""
+        self.batches += 1
+        self.seconds += seconds
+        if overlapped:
+            self.overlapped_s += seconds
+
+    def count_late(self, now: float, rank: int, seconds: float) -> None:
+        """Take note of a rank that others have waited for."""
+        self.late = now, rank, seconds
+
     def add_paces(self, more: Sequence[Sequence[Any]]) -> None:
         """Count some more steps, given the arguments of a `Pace` for each rank."""
         names = [each.name for each in fields(Pace)]

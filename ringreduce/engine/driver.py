@@ -161,7 +161,7 @@ class Driver:
 
     def is_patient(self) -> bool:
         """Return whether what runs now goes on beside the program, which needs the core more."""
-        return self._progress.overlaps and not self._pending.waiters
+        return self._pending.overlaps and not self._pending.waiters
 
     def fail(self, error: BaseException) -> None:
         """End everything with an error."""
@@ -231,10 +231,8 @@ class Driver:
             sleep_s = _BACKOFF_S[0]
             if not rung:  # the program has submitted something, if anything, and has not waited for it
                 self._fast_waits = 0
-            with self._turn:
-                progress.overlaps = True
+            with self._turn, pending.beside_program():
                 self._drive(None)
-                progress.overlaps = False
             with pending.lock:
                 pending.wake_sleepers()
 

@@ -77,12 +77,12 @@ class Engine:
     @property
     def joins(self) -> int:
         """How often all ranks have joined; the same on all ranks once a join has returned."""
-        return self._progress.joins
+        return self._progress.outcomes.joins
 
     @property
     def mismatches(self) -> int:
         """How often the ranks have disagreed; the same on all ranks once the error of an operation was raised."""
-        return self._progress.mismatches
+        return self._progress.outcomes.mismatches
 
     @property
     def waited_s(self) -> float:

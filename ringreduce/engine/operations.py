@@ -113,6 +113,22 @@ class Operation:
         self.result = self.error = None
         self.record = [0.0, 0.0, 0.0, self.name, self.signature.text, self.stack, None]
 
+    def end(self, error: Exception | None, ended: float, *, refused: bool = False) -> None:
+        """Be done, with the result that is set or an error.
+
+        Args:
+            error: None: the one that is set, or none.
+            ended: when, of `time.perf_counter`.
+            refused: see the class.
+        """
+        self.error = error or self.error
+        self.record[2] = ended
+        if self.error is not None:
+            self.record[6] = repr(self.error)
+            self.refused = refused
+            self.withdrawn = isinstance(self.error, WithdrawnError)
+        self.done = True
+
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Any]) -> None:
         """Set the result, by collectives of the engine's communicator that all ranks call now.
 

@@ -6,33 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.common.call_sites import AbortReason
-from ringreduce.engine.decisions import (
-    Crossed,
-    Decision,
-    Detached,
-    Expired,
-    Joined,
-    Late,
-    Named,
-    Note,
-    OperationSignature,
-    Paced,
-    Refuse,
-    Run,
-    Stalled,
-    Withdrawn,
-)
+from ringreduce.engine import decisions
+from ringreduce.engine.decisions import Decision, Named, Note, OperationSignature, Run
 
 #: The decisions that a note spells out, by its kind.
 _SPELLED_OUT: dict[str, Callable[..., Decision]] = {
-    "crossed": Crossed,
-    "expired": Expired,
-    "joined": Joined,
-    "late": Late,
-    "paces": Paced,
-    "refuse": Refuse,
-    "stalled": Stalled,
-    "withdrawn": Withdrawn,
+    "crossed": decisions.Crossed,
+    "expired": decisions.Expired,
+    "joined": decisions.Joined,
+    "late": decisions.Late,
+    "paces": decisions.Paced,
+    "refuse": decisions.Refuse,
+    "stalled": decisions.Stalled,
+    "withdrawn": decisions.Withdrawn,
 }
 
 
@@ -141,7 +127,7 @@ class Participant:
             return Run(tuple(self._decode(entry) for entry in entries), active)
         if kind == "detached":
             rank, why = said
-            return Detached(rank, AbortReason(*why))
+            return decisions.Detached(rank, AbortReason(*why))
         return _SPELLED_OUT[kind](*said)
 
     def _decode(self, entry: int | Sequence[Any]) -> Named:

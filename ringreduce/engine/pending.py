@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 from ringreduce.common.errors import ConfigError, TransportError
@@ -33,6 +34,7 @@ class PendingOperations:
         crowded: whether several have waited at the same time, or may: then others may go on while one waits.
         join: the join that has not ended.
         tally: what was done so far.
+        overlaps: whether the program does something else while a thread drives.
     """
 
     def __init__(self, instruments: Instruments, lifetime: Lifetime) -> None:
@@ -46,6 +48,7 @@ class PendingOperations:
         self._sleepers = 0  # those of them that do not drive
         self.join: Operation | None = None
         self.tally = EngineTally()
+        self.overlaps = False
         self._instruments = instruments
         self._unique: dict[str, Operation] = {}  # by name, operations of which there must be one at a time
         self.renew_locks()
@@ -160,21 +163,26 @@ class PendingOperations:
         self.queues.clear()
         return operations if self.join is None else [*operations, self.join]
 
-    def end(self, operations: Sequence[Operation], error: BaseException | None = None) -> None:
-        """End operations, with their results or an error, and wake the threads that wait."""
-        if error is not None:
-            for operation in operations:
-                operation.error = error if isinstance(error, Exception) else TransportError(f"interrupted: {error!r}")
+    @contextmanager
+    def beside_program(self) -> Iterator[None]:
+        """Return a context in which the program does something else."""
+        self.overlaps = True
+        yield
+        self.overlaps = False
+
+    def end(
+        self, operations: Sequence[Operation], error: BaseException | None = None, *, refused: bool = False
+    ) -> None:
+        """End operations, with their results or an error, and wake the threads that wait; ``refused``: see them."""
+        if error is not None and not isinstance(error, Exception):
+            error = TransportError(f"interrupted: {error!r}")
         if self._instruments.observers:
             self._instruments.notify("operations_finished", [operation.name for operation in operations])
         self.tally.operations += len(operations)
         ended = perf_counter()
         with self.lock:
             for operation in operations:
-                operation.record[2] = ended
-                if operation.error is not None:
-                    operation.record[6] = repr(operation.error)
-                operation.done = True
+                operation.end(error, ended, refused=refused)
                 if self._unique.get(operation.name) is operation:
                     del self._unique[operation.name]
                 if operation is self.join:
@@ -192,5 +200,4 @@ class PendingOperations:
         submitted = [each for each in self.inbox if isinstance(each, Operation)]
         self.inbox.clear()
         for operation in [*self.take_all(), *submitted]:
-            operation.error = ConfigError(self.lifetime.forked)
-            operation.done = True
+            operation.end(ConfigError(self.lifetime.forked), perf_counter())

@@ -22,20 +22,8 @@ from ringreduce.common.errors import (
     UnsupportedBufferError,
     name_ranks,
 )
-from ringreduce.engine.decisions import (
-    Crossed,
-    Decision,
-    Detached,
-    Expired,
-    Joined,
-    Late,
-    Note,
-    Paced,
-    Refuse,
-    Run,
-    Stalled,
-    Withdrawn,
-)
+from ringreduce.engine import decisions
+from ringreduce.engine.decisions import Note
 from ringreduce.engine.exchange import COORDINATOR, Exchange
 from ringreduce.engine.fused import Executor
 from ringreduce.engine.operations import (
@@ -57,6 +45,178 @@ _BLOCKED_S = 1.0  # after so long without news, a rank says that it waits: no ot
 _GRACE_S = 10.0  # how long after the time limit a rank waits for the coordinator to say so
 
 
+class Outcomes:
+    """Carries decisions out, the same ones in the same order on all ranks. Used by one thread at a time.
+
+    Args:
+        communicator: runs the operations.
+        pending: what the program has submitted.
+        clock: as for `Engine`.
+
+    Attributes:
+        joins: how often all ranks have joined.
+        mismatches: how often the ranks have disagreed; all ranks know of each.
+        detached: a rank that takes part in nothing any more: nothing can run then. None: there is none.
+    """
+
+    def __init__(self, communicator: Communicator, pending: PendingOperations, clock: Callable[[], float]) -> None:
+        self.joins = self.mismatches = 0
+        self.detached: decisions.Detached | None = None
+        self._communicator = communicator
+        self._executor = Executor(communicator)
+        self._instruments = communicator.instruments
+        self._pending = pending
+        self._clock = clock
+
+    def carry_out(self, decision: decisions.Decision) -> None:
+        """Do what is decided; raise what ends everything."""
+        _METHODS[type(decision)](self, decision)
+
+    def _run(self, run: decisions.Run) -> None:
+        """Run operations as one and end them; an error that leaves the ranks in step ends these alone."""
+        pending = self._pending
+        own = pending.take(run.names)
+        if self._instruments.observers:
+            self._instruments.notify("operations_started", [operation.name for operation in own])
+        started = time.perf_counter()
+        for operation in own:
+            operation.record[1] = started
+        try:
+            try:
+                if own:
+                    own[0].carry_out(self._executor, run, own)
+                else:
+                    contribute_neutral(self._executor, run)
+            finally:
+                pending.tally.count_batch(time.perf_counter() - started, overlapped=pending.overlaps)
+        except RefusedError as refused:
+            pending.end(own, refused.reason)
+        except (ConfigError, MismatchError, UnsupportedBufferError) as error:
+            pending.end(own, error)  # on all ranks, or the communicator has let them know
+        except BaseException as error:
+            pending.end(own, error)
+            raise
+        else:
+            pending.end(own)
+
+    def _refuse(self, refused: decisions.Refuse) -> None:
+        """End an operation that differs between the ranks; end all if a rank may have left out an earlier call.
+
+        Operations of one name belong together, so that this concerns no other name. Operations without a name are
+        matched in order: then the ranks are in step if all submitted from the same lines.
+        """
+        name = refused.name
+        self.mismatches += 1
+        if not is_unnamed(name):
+            texts = {rank: f"{name}: {text}" for rank, text in refused.values.items()}
+            nobody_refuses = not any(map(is_refusal, refused.values.values()))
+            self._pending.end(self._pending.take([name]), MismatchError(texts), refused=nobody_refuses)
+            return
+        queue = self._pending.queues.get(name)  # it stays there, to be ended with all others if this fails
+        mine = CallSite.at("", queue[0].stack).to_json() if queue else b""
+        places = self._communicator.allgather(np.array([[len(mine)]], np.int64))[:-1, 0].cumsum()
+        everyone = np.split(self._communicator.allgather(np.frombuffer(mine, np.uint8)), places)
+        error = disagreement(
+            {rank: CallSite.from_json(everyone[rank].tobytes()) for rank in refused.submitted}, refused.values
+        )
+        self._pending.end(self._pending.take([name]), error)
+        if not error.in_step:
+            with suppress(Exception):  # who gave up at once would end the allgather of those that are slower
+                self._communicator.barrier()
+            raise error
+
+    def _cross(self, crossed: decisions.Crossed) -> None:
+        """End the operations that the ranks wait for, each for another one; all, if one of these has no name."""
+        self.mismatches += 1
+        in_step = not any(map(is_unnamed, crossed.names))
+        error = MismatchError(
+            crossed.values,
+            in_step=in_step,
+            places=crossed.places,
+            advice="each rank waits for what another one has not submitted: make these calls in one order on all ranks,"
+            " or submit all of them before you wait for one",
+        )
+        self._pending.end(self._pending.take(crossed.names), error)
+        if not in_step:
+            with suppress(Exception):  # as in `_refuse`
+                self._communicator.barrier()
+            raise error
+
+    def _end_join(self, joined: decisions.Joined) -> None:
+        self.joins += 1
+        if (join := self._pending.join) is not None:
+            join.result = joined.last
+            self._pending.end([join])
+
+    def _end_withdrawn(self, withdrawn: decisions.Withdrawn) -> None:
+        if withdrawn.rank == self._communicator.rank:
+            for operation in self._pending.take([withdrawn.name]):
+                self._pending.end([operation], WithdrawnError(f"{operation.title} was withdrawn"))
+
+    def _count_late(self, late: decisions.Late) -> None:
+        self._pending.tally.count_late(self._clock(), late.rank, late.seconds)
+        if self._instruments.observers:
+            self._instruments.notify("rank_was_late", late.rank, late.seconds, self._pending.tally.batches)
+
+    def _add_paces(self, paced: decisions.Paced) -> None:
+        self._pending.tally.add_paces(paced.paces)
+
+    def on_detached(self, detached: decisions.Detached) -> None:
+        """End all operations: they need a rank that takes part in nothing any more."""
+        self.detached = detached
+        why = detached.why
+        hint = " (a rank that has no more data calls join(), and the others go on without it)" * (not why.reason)
+        for each in self._pending.take_all():
+            self._pending.end([each], why.error(detached.rank, f"this rank waits for {each.title}{hint}"))
+
+    def _expire(self, expired: decisions.Expired) -> None:
+        missing = name_ranks(list(expired.missing))
+        present = name_ranks(list(expired.present))
+        waited = f"waited {expired.seconds:.3g} s"
+        mine = self._pending.queues.get(expired.name)
+        title = mine[0].title if mine else repr(expired.name)
+        if self._communicator.rank not in expired.present:
+            what = "join or submit anything" if expired.is_join else f"submit {title}"
+            own = f"; {self._pending.waits_for()}" if self._pending.queues else ""
+            raise CollectiveTimeoutError(f"{present} {waited} for this rank to {what}{own}")
+        if expired.is_join:
+            raise CollectiveTimeoutError(f"{waited} since {missing} last submitted anything, and has not joined")
+        hint = "; if it has no more data, it must call join()"
+        others = "".join(f"; rank {rank} waits for {name!r} instead" for rank, name in expired.instead.items())
+        raise CollectiveTimeoutError(f"{waited} for {missing} to submit {title}{others or hint}")
+
+    def _warn(self, stalled: decisions.Stalled) -> None:
+        if stalled.first != self._communicator.rank:
+            return
+        missing = name_ranks(list(stalled.missing))
+        seconds = stalled.seconds
+        if stalled.is_join:
+            _log.warning("stalled: join has waited for %.0f s since %s last submitted anything", seconds, missing)
+        elif queue := self._pending.queues.get(stalled.name):
+            _log.warning(
+                "stalled: %s has waited for %.0f s; missing: %s. Submitted at %s",
+                queue[0].title,
+                seconds,
+                missing,
+                queue[0].site,
+            )
+
+
+#: What carries out a decision of the ranks.
+_METHODS: dict[type[decisions.Decision], Callable[[Outcomes, Any], None]] = {
+    decisions.Run: Outcomes._run,
+    decisions.Refuse: Outcomes._refuse,
+    decisions.Crossed: Outcomes._cross,
+    decisions.Joined: Outcomes._end_join,
+    decisions.Withdrawn: Outcomes._end_withdrawn,
+    decisions.Late: Outcomes._count_late,
+    decisions.Paced: Outcomes._add_paces,
+    decisions.Detached: Outcomes.on_detached,
+    decisions.Expired: Outcomes._expire,
+    decisions.Stalled: Outcomes._warn,
+}
+
+
 class Progress:
     """Carries out what the ranks have decided, and ends everything if that fails. Used by one thread at a time.
 
@@ -67,10 +227,8 @@ class Progress:
         find_failed, clock: as for `Engine`.
 
     Attributes:
-        joins: how often all ranks have joined.
-        mismatches: how often the ranks have disagreed; all ranks know of each.
+        outcomes: carries decisions out.
         news_s: the clock when there was last something to do.
-        overlaps: whether the program does something else meanwhile; for the tally.
     """
 
     def __init__(
@@ -81,19 +239,15 @@ class Progress:
         find_failed: Callable[[str], CollectiveError | None],
         clock: Callable[[], float],
     ) -> None:
-        self.joins = self.mismatches = 0
-        self.overlaps = False
+        self.outcomes = Outcomes(communicator, pending, clock)
         self.news_s = self._checked_s = clock()
         self._communicator = communicator
-        self._executor = Executor(communicator)
-        self._instruments = communicator.instruments
         self._exchange = exchange
         self._pending = pending
         self._find_failed = find_failed
         self._clock = clock
         self._blocked_in: Operation | None = None  # the coordinator knows that this rank waits for it
         self._intact = False  # whether `end` came before any failure
-        self._detached: Detached | None = None  # a rank that takes part in nothing any more: nothing can run then
 
     def step(self) -> bool:
         """Do what can be done now; return whether there was anything. If it fails, everything ends."""
@@ -104,7 +258,7 @@ class Progress:
                 moved = True
             while exchange.decisions:
                 decision = exchange.decisions.popleft()
-                _METHODS[type(decision)](self, decision)
+                self.outcomes.carry_out(decision)
             now = self._clock()
             if moved:
                 self.news_s = now
@@ -133,8 +287,8 @@ class Progress:
             else:
                 moved = True
                 notes += self._read(did)
-        if self._detached is not None:
-            self._on_detached(self._detached)
+        if (detached := self.outcomes.detached) is not None:
+            self.outcomes.on_detached(detached)
         elif notes:
             self._exchange.send(notes)
         return moved
@@ -149,144 +303,9 @@ class Progress:
         if isinstance(did, Join):
             return participant.join()
         self._pending.queues[did.name].append(did)
-        if self._instruments.observers:
-            self._instruments.notify("operation_announced", did.name)
+        if self._communicator.instruments.observers:
+            self._communicator.instruments.notify("operation_announced", did.name)
         return participant.submit(did.name, did.signature)
-
-    # ---- what is decided ----
-
-    def _run(self, run: Run) -> None:
-        """Run operations as one and end them; an error that leaves the ranks in step ends these alone."""
-        pending = self._pending
-        own = pending.take(run.names)
-        if self._instruments.observers:
-            self._instruments.notify("operations_started", [operation.name for operation in own])
-        started = time.perf_counter()
-        for operation in own:
-            operation.record[1] = started
-        try:
-            try:
-                if own:
-                    own[0].carry_out(self._executor, run, own)
-                else:
-                    contribute_neutral(self._executor, run)
-            finally:
-                seconds = time.perf_counter() - started
-                pending.tally.batches += 1
-                pending.tally.seconds += seconds
-                if self.overlaps:
-                    pending.tally.overlapped_s += seconds
-        except RefusedError as refused:
-            pending.end(own, refused.reason)
-        except (ConfigError, MismatchError, UnsupportedBufferError) as error:
-            pending.end(own, error)  # on all ranks, or the communicator has let them know
-        except BaseException as error:
-            pending.end(own, error)
-            raise
-        else:
-            pending.end(own)
-
-    def _refuse(self, refused: Refuse) -> None:
-        """End an operation that differs between the ranks; end all if a rank may have left out an earlier call.
-
-        Operations of one name belong together, so that this concerns no other name. Operations without a name are
-        matched in order: then the ranks are in step if all submitted from the same lines.
-        """
-        name = refused.name
-        self.mismatches += 1
-        if not is_unnamed(name):
-            texts = {rank: f"{name}: {text}" for rank, text in refused.values.items()}
-            own = self._pending.take([name])
-            for operation in own:
-                operation.refused = not any(map(is_refusal, refused.values.values()))
-            self._pending.end(own, MismatchError(texts))
-            return
-        queue = self._pending.queues.get(name)  # it stays there, to be ended with all others if this fails
-        mine = CallSite.at("", queue[0].stack).to_json() if queue else b""
-        places = self._communicator.allgather(np.array([[len(mine)]], np.int64))[:-1, 0].cumsum()
-        everyone = np.split(self._communicator.allgather(np.frombuffer(mine, np.uint8)), places)
-        error = disagreement(
-            {rank: CallSite.from_json(everyone[rank].tobytes()) for rank in refused.submitted}, refused.values
-        )
-        self._pending.end(self._pending.take([name]), error)
-        if not error.in_step:
-            with suppress(Exception):  # who gave up at once would end the allgather of those that are slower
-                self._communicator.barrier()
-            raise error
-
-    def _cross(self, crossed: Crossed) -> None:
-        """End the operations that the ranks wait for, each for another one; all, if one of these has no name."""
-        self.mismatches += 1
-        in_step = not any(map(is_unnamed, crossed.names))
-        error = MismatchError(
-            crossed.values,
-            in_step=in_step,
-            places=crossed.places,
-            advice="each rank waits for what another one has not submitted: make these calls in one order on all ranks,"
-            " or submit all of them before you wait for one",
-        )
-        self._pending.end(self._pending.take(crossed.names), error)
-        if not in_step:
-            with suppress(Exception):  # as in `_refuse`
-                self._communicator.barrier()
-            raise error
-
-    def _end_join(self, joined: Joined) -> None:
-        self.joins += 1
-        if (join := self._pending.join) is not None:
-            join.result = joined.last
-            self._pending.end([join])
-
-    def _end_withdrawn(self, withdrawn: Withdrawn) -> None:
-        if withdrawn.rank == self._communicator.rank:
-            for operation in self._pending.take([withdrawn.name]):
-                operation.withdrawn = True
-                self._pending.end([operation], WithdrawnError(f"{operation.title} was withdrawn"))
-
-    def _count_late(self, late: Late) -> None:
-        self._pending.tally.late = self._clock(), late.rank, late.seconds
-        if self._instruments.observers:
-            self._instruments.notify("rank_was_late", late.rank, late.seconds, self._pending.tally.batches)
-
-    def _on_detached(self, detached: Detached) -> None:
-        """End all operations: they need a rank that takes part in nothing any more."""
-        self._detached = detached
-        why = detached.why
-        hint = " (a rank that has no more data calls join(), and the others go on without it)" * (not why.reason)
-        for each in self._pending.take_all():
-            self._pending.end([each], why.error(detached.rank, f"this rank waits for {each.title}{hint}"))
-
-    def _expire(self, expired: Expired) -> None:
-        missing = name_ranks(list(expired.missing))
-        present = name_ranks(list(expired.present))
-        waited = f"waited {expired.seconds:.3g} s"
-        mine = self._pending.queues.get(expired.name)
-        title = mine[0].title if mine else repr(expired.name)
-        if self._communicator.rank not in expired.present:
-            what = "join or submit anything" if expired.is_join else f"submit {title}"
-            own = f"; {self._pending.waits_for()}" if self._pending.queues else ""
-            raise CollectiveTimeoutError(f"{present} {waited} for this rank to {what}{own}")
-        if expired.is_join:
-            raise CollectiveTimeoutError(f"{waited} since {missing} last submitted anything, and has not joined")
-        hint = "; if it has no more data, it must call join()"
-        others = "".join(f"; rank {rank} waits for {name!r} instead" for rank, name in expired.instead.items())
-        raise CollectiveTimeoutError(f"{waited} for {missing} to submit {title}{others or hint}")
-
-    def _warn(self, stalled: Stalled) -> None:
-        if stalled.first != self._communicator.rank:
-            return
-        missing = name_ranks(list(stalled.missing))
-        seconds = stalled.seconds
-        if stalled.is_join:
-            _log.warning("stalled: join has waited for %.0f s since %s last submitted anything", seconds, missing)
-        elif queue := self._pending.queues.get(stalled.name):
-            _log.warning(
-                "stalled: %s has waited for %.0f s; missing: %s. Submitted at %s",
-                queue[0].title,
-                seconds,
-                missing,
-                queue[0].site,
-            )
 
     # ---- the end of everything ----
 
@@ -343,7 +362,7 @@ class Progress:
         if self._pending.count and (failed := self._find_failed(self._pending.waits_for())) is not None:
             raise failed
         operation = self._pending.sole_wait
-        quiet = self._detached is None and now - self.news_s >= _BLOCKED_S
+        quiet = self.outcomes.detached is None and now - self.news_s >= _BLOCKED_S
         if quiet and operation is not None and operation is not self._blocked_in:
             self._blocked_in, named = operation, repr(operation.name)
             described = operation.title if operation.title == named else f"{operation.title} ({named})"
@@ -363,22 +382,3 @@ class Progress:
         return not self._exchange.coordinates and (
             pending.join is not None or any(not queue[0].signature.speculative for queue in pending.queues.values())
         )
-
-
-def _add_paces(progress: Progress, paced: Paced) -> None:
-    progress._pending.tally.add_paces(paced.paces)
-
-
-#: What carries out a decision of the ranks.
-_METHODS: dict[type[Decision], Callable[[Progress, Any], None]] = {
-    Run: Progress._run,
-    Refuse: Progress._refuse,
-    Crossed: Progress._cross,
-    Joined: Progress._end_join,
-    Withdrawn: Progress._end_withdrawn,
-    Late: Progress._count_late,
-    Paced: _add_paces,
-    Detached: Progress._on_detached,
-    Expired: Progress._expire,
-    Stalled: Progress._warn,
-}

@@ -64,7 +64,7 @@ from ringreduce.tensorflow.functions import broadcast_ as broadcast_  # which Ho
 from ringreduce.tensorflow.numbers import asked, local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from ringreduce.tensorflow.slices import added_up, places_of, times
 from ringreduce.training.binding.host import HostArrays
-from ringreduce.training.calls import requests
+from ringreduce.training.calls import handles
 from ringreduce.training.calls.built import (
     ccl_built,
     ddl_built,
@@ -438,9 +438,9 @@ def grouped_reducescatter(
 @entry
 def join() -> Any:
     """Say that this rank has no more data, and wait until all ranks have; see
-    `ringreduce.training.calls.requests.join`.
+    `ringreduce.training.calls.handles.join`.
     """
-    return run(lambda _: [np.array(requests.join(), np.int32)], [], lambda: [(tf.int32, [])])[0]
+    return run(lambda _: [np.array(handles.join(), np.int32)], [], lambda: [(tf.int32, [])])[0]
 
 
 def cuda_built() -> bool:

@@ -293,7 +293,7 @@ def test_buckets_are_reduced_during_the_last_backward_pass(passes: int) -> None:
 
 def under_way(optimizer: Any) -> int:
     """How many buckets were submitted since the last step."""
-    return sum(each.part is not None for each in optimizer._training.gradients.overlap._buckets)
+    return sum(each.part is not None for each in optimizer._training.gradients.overlap._early)
 
 
 def steps_of(passes: int) -> Callable[..., None]:

@@ -283,7 +283,7 @@ def test_averages_after_a_join_are_made_where_the_arrays_are() -> None:
         engine.run(InPlaceAllreduce("x", "x", AVERAGE, [array]))
         engine.wait(engine.join())
         assert_equal(array, np.full(1 << 20, 3.0, np.float32))
-        return len(engine._progress._executor._buffers)
+        return len(engine._progress.outcomes._executor._buffers)
 
     assert run_engines(3, program, config=SETTINGS) == [0, 0, 0]
 
