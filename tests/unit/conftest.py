@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 
 import pytest
 from hypothesis import settings
 
+import ringreduce as rr
+
 settings.register_profile("no deadline", deadline=None)  # on a loaded machine any example may take long
 settings.load_profile("no deadline")
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A world of this process alone."""
+    rr.init()
+    yield
+    rr.shutdown()
 
 
 @pytest.fixture

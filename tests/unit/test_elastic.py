@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -47,14 +46,6 @@ class Disk:
 
     def settle(self) -> None:
         """All is written."""
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    """A world of this process alone."""
-    rr.init()
-    yield
-    rr.shutdown()
 
 
 def test_a_state_goes_back_to_what_was_committed() -> None:

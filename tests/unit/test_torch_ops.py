@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -20,12 +19,7 @@ torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch.tensors import streams  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,7 @@ from ringreduce.testing import run_process_sets
 torch = pytest.importorskip("torch")
 import ringreduce.torch as hvd  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.fixture
