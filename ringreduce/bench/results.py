@@ -13,14 +13,6 @@ from ringreduce.common.quantities import parse_nbytes
 from ringreduce.common.settings import OneOf, PathOf, WholeNumber, option, switch
 
 
-def size(text: str) -> int:
-    """Read the size of a buffer in bytes."""
-    try:
-        return parse_nbytes(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not a size: {error}") from None
-
-
 def _names(known: Collection[str], everything: tuple[str, ...] = ()) -> Callable[[str], tuple[str, ...]]:
     """Return what reads names out of a known set, separated by commas; ``all`` where that has a meaning."""
 
@@ -63,11 +55,15 @@ class Settings:
     """
 
     collective: str
-    min_nbytes: int = option("-b --minbytes", size, 32 << 20, "First size; takes K, M, G.", unset="32M")
+    min_nbytes: int = option("-b --minbytes", parse_nbytes, 32 << 20, "First size; takes K, M, G.", unset="32M")
     max_nbytes: int = option(
-        "-e --maxbytes", size, 32 << 20, "Last size, measured too if jumped over.", unset="32M, or --minbytes"
+        "-e --maxbytes",
+        parse_nbytes,
+        32 << 20,
+        "Last size, measured too if jumped over.",
+        unset="32M, or --minbytes",
     )
-    step_nbytes: int | None = option("-i --stepbytes", size, None, "From size to size, add this much ...")
+    step_nbytes: int | None = option("-i --stepbytes", parse_nbytes, None, "From size to size, add this much ...")
     step_factor: int = option("-f --stepfactor", WholeNumber(2), 2, "... or multiply by it.")
     iterations: int | None = option("-n --iters", WholeNumber(1), None, "Timed iterations.", unset="300 to 16, by size")
     warmup: int | None = option(

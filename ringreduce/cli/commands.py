@@ -41,7 +41,7 @@ def _write(text: str) -> None:
     click.echo(text, nl=False)
 
 
-_NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
+_NBYTES = Parsed("size", parse_nbytes)
 _WITH_ALGORITHMS = [name for name, each in COLLECTIVES.items() if not each.point_to_point]
 _EXAMPLES = """\b
 Examples:

@@ -50,13 +50,11 @@ class Parsed(click.ParamType[Any]):
     Args:
         name: of the type, as help shows it.
         parse: the function.
-        complaint: the message for a text (0) and an error (1).
     """
 
-    def __init__(self, name: str, parse: Callable[[str], Any], complaint: str = "{0!r}: {1}") -> None:
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
-        self._complaint = complaint
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
@@ -64,7 +62,7 @@ class Parsed(click.ParamType[Any]):
         try:
             return self._parse(value)
         except ValueError as error:
-            self.fail(self._complaint.format(value, error), param, ctx)
+            self.fail(f"{value!r}: {error}", param, ctx)
 
 
 class _RunCommand(ProgramCommand):

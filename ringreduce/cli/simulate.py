@@ -42,7 +42,7 @@ def _of_a_number(parse: Any) -> Any:
 
 _RATE = Parsed("rate", parse_rate)
 _TIME = Parsed("time", parse_seconds)
-_NBYTES = Parsed("size", parse_nbytes, "{0!r} is not a size: {1}")
+_NBYTES = Parsed("size", parse_nbytes)
 _SLOW = Parsed("link", _of_a_number(parse_rate))
 _LATE = Parsed("delay", _of_a_number(parse_seconds))
 #: Option -> the term of `Model` that it sets; and, for messages inside a node, the term of `Links`.

@@ -110,8 +110,8 @@ def test_wrong_elements_make_the_exit_status_1(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["bench", "allreduce", "-b", "8Q"], "'8Q' is not a size"),
-        (["bench", "allreduce", "-b", "0"], "'0' is not a size"),
+        (["bench", "allreduce", "-b", "8Q"], "'8Q': expected a positive size"),
+        (["bench", "allreduce", "-b", "0"], "'0': expected a positive size"),
         (["bench", "allreduce", "-b", "1M", "-e", "1K"], "--maxbytes 1024 is smaller than --minbytes 1048576"),
         (["bench", "allreduce", "-f", "1"], "stepfactor"),
         (["bench", "allreduce", "-d", "float,quad"], "'quad' is not one of int8, uint8"),
