@@ -11,33 +11,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from ringreduce.training.compression import BucketCompression, Reducer
-from ringreduce.training.compression.tensors import (
-    Compressions,
-    Compressor,
-    Float8Compressor,
-    Int4Compressor,
-    Int8Compressor,
-    NoneCompressor,
-    WireCompressor,
-    wire_of,
-)
-
-__all__ = [
-    "BF16Compressor",
-    "BucketCompression",
-    "Compression",
-    "Compressor",
-    "FP16Compressor",
-    "Float8Compressor",
-    "Int4Compressor",
-    "Int8Compressor",
-    "NoneCompressor",
-    "Reducer",
-    "WireCompressor",
-    "each_array",
-    "wire_of",
-]
+from ringreduce.training.compression import BucketCompression as BucketCompression
+from ringreduce.training.compression import Reducer as Reducer
+from ringreduce.training.compression.tensors import Compressions
+from ringreduce.training.compression.tensors import Compressor as Compressor
+from ringreduce.training.compression.tensors import Float8Compressor as Float8Compressor
+from ringreduce.training.compression.tensors import Int4Compressor as Int4Compressor
+from ringreduce.training.compression.tensors import Int8Compressor as Int8Compressor
+from ringreduce.training.compression.tensors import NoneCompressor as NoneCompressor
+from ringreduce.training.compression.tensors import WireCompressor as WireCompressor
+from ringreduce.training.compression.tensors import wire_of as wire_of
 
 
 class _HalfCompressor(WireCompressor):

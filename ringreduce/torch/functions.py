@@ -14,11 +14,9 @@ from ringreduce.torch.sharded.stepper import Stepper
 from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.torch.wrapping import parameters_of
 from ringreduce.training.calls import parameters
-from ringreduce.training.calls.objects import allgather_object, broadcast_object
+from ringreduce.training.calls.objects import allgather_object as allgather_object
+from ringreduce.training.calls.objects import broadcast_object as broadcast_object
 from ringreduce.training.calls.requests import RequestBuilder
-
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
-
 
 _Parameters = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
 

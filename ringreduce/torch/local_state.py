@@ -78,14 +78,18 @@ class OptimizerState:
 
     def find(self) -> tuple[int, str]:
         if self.layout is None:
-            self.layout = [self._entry(number, name, value) for number, name, value in self._averaged()]
+            self.layout = [
+                _ElementState(number, name, dtype=_name(value.dtype), length=_reals(value).numel())
+                for number, name, value in self._averaged()
+            ]
         wide = any(entry.dtype in _WIDE for entry in self.layout)
         return sum(entry.length for entry in self.layout), "float64" if wide else "float32"
 
     def read(self, flat: _Flat) -> None:
         """Copy the values; zeros of entries that are not there."""
+        parameters = wrapping.parameters_of(self._optimizer)
         for entry, place in self._places(flat):
-            value = self._state(entry.parameter).get(entry.name)
+            value = self._optimizer.state.get(parameters[entry.parameter], {}).get(entry.name)
             if value is None:
                 place.zero_()
             else:
@@ -119,14 +123,12 @@ class OptimizerState:
     def give(self, given: Mapping[tuple[int, str], Any]) -> None:
         """Add what another rank's `take` has returned where this rank has nothing."""
         parameters = wrapping.parameters_of(self._optimizer)
-        for (number, name), packed in given.items():
-            state = self._optimizer.state[parameters[number]]
+        for (number, name), (form, tensors) in given.items():
+            parameter = parameters[number]
+            state = self._optimizer.state[parameter]
             if state.get(name) is None:
-                state[name] = _unpacked(packed, parameters[number].device)
-
-    def _state(self, number: int) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._optimizer.state.get(wrapping.parameters_of(self._optimizer)[number], {})
-        return found
+                there = [each.to(parameter.device) if on_gpu else each for on_gpu, each in tensors]
+                state[name] = together(form, there)
 
     def _everything(self) -> dict[tuple[int, str], Any]:
         parameters = enumerate(wrapping.parameters_of(self._optimizer))
@@ -143,9 +145,6 @@ class OptimizerState:
             for each in found
             if is_whole(parameters[each[0]], each[1], each[2]) and (each[2].is_floating_point() or each[2].is_complex())
         ]
-
-    def _entry(self, number: int, name: str, value: torch.Tensor) -> _ElementState:
-        return _ElementState(number, name, dtype=_name(value.dtype), length=_reals(value).numel())
 
     def _places(self, flat: _Flat) -> list[tuple[_ElementState, torch.Tensor]]:
         assert self.layout is not None, "`find` comes first"
@@ -299,8 +298,3 @@ def _packed(name: str, value: Any) -> tuple[bytes, list[tuple[bool, torch.Tensor
     """Return a value's form, and its tensors in host memory, each with whether it was on a GPU."""
     form, tensors = apart(name, value, torch.is_tensor)
     return form, [(each.is_cuda, each.detach().cpu()) for each in tensors]
-
-
-def _unpacked(packed: tuple[bytes, list[tuple[bool, torch.Tensor]]], device: torch.device) -> Any:
-    form, tensors = packed
-    return together(form, [each.to(device) if on_gpu else each for on_gpu, each in tensors])

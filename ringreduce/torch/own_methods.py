@@ -18,6 +18,7 @@ import torch
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.finalizers import when_ended
 from ringreduce.torch.private import version_of
+from ringreduce.training.binding.framework import remove_all
 
 #: What to do instead, with a `DistributedOptimizer` and with `DiLoCo`.
 ADVICE = (
@@ -55,7 +56,7 @@ class Arrivals:
         self.reductions = self.count = 0
         self.fresh = False
         self.watch()
-        when_ended(self, _remove, self._hooks)
+        when_ended(self, remove_all, self._hooks)
 
     def watch(self) -> None:
         """Watch parameters that are not watched yet."""
@@ -106,11 +107,6 @@ class Arrivals:
             for each in self._find()
             if each.layout is torch.strided
         ]
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _first_bytes(parameter: torch.Tensor) -> bytes:

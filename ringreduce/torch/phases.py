@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ringreduce import runtime
 from ringreduce.observe.seen.timeline import Program
 from ringreduce.torch.private import at_end_of_pass, leaves
+from ringreduce.training.binding.framework import remove_all
 
 
 class _Phases:
@@ -43,8 +44,7 @@ class _Phases:
 
     def end(self) -> None:
         """Watch no more."""
-        for hook in self._hooks:
-            hook.remove()
+        remove_all(self._hooks)
         self._end_step()
 
     def _forward_begins(self, module: torch.nn.Module, arguments: object) -> None:
@@ -63,7 +63,8 @@ class _Phases:
         if self._depth:
             return
         self._program("forward", self._forward_s, perf_counter(), module=type(module).__name__)
-        first = next((each for each in _tensors(output) if each.requires_grad), None)
+        tensors = (each for each in leaves(output) if isinstance(each, torch.Tensor))
+        first = next((each for each in tensors if each.requires_grad), None)
         if first is not None:
             first.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
@@ -118,8 +119,3 @@ def follow(program: Program | None) -> None:
     if _watching is not None:
         _watching.end()
     _watching = None if program is None else _Phases(program)
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors that a model has returned, in whatever they are."""
-    return [each for each in leaves(output) if isinstance(each, torch.Tensor)]

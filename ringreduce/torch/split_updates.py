@@ -32,6 +32,7 @@ from ringreduce.torch.own_state import Apart, apart, is_dense, together
 from ringreduce.torch.private import call_first, version_of
 from ringreduce.torch.spares import lacks_gradients, needs_spares, spare
 from ringreduce.torch.wrapping import parameters_of
+from ringreduce.training.binding.framework import remove_all
 from ringreduce.training.gradients.buckets import padded
 from ringreduce.training.optimizers.reducer import GradientReducer
 
@@ -229,8 +230,7 @@ class SplitUpdates:
                 self._ranks.engine.refuse(Refusal(self._name, "step", error))
             raise
         finally:
-            for hook in hooks:
-                hook.remove()
+            remove_all(hooks)
             self._give_back()
         if self._missing:
             self._lacks_ranks = True

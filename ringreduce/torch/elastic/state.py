@@ -9,7 +9,9 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from ringreduce.elastic.handlers import HandlingState, SamplerStateHandler, StateHandler
+from ringreduce.elastic.handlers import HandlingState
+from ringreduce.elastic.handlers import SamplerStateHandler as SamplerStateHandler
+from ringreduce.elastic.handlers import StateHandler as StateHandler
 from ringreduce.torch import own_state
 from ringreduce.torch.elastic.sampler import ElasticSampler
 from ringreduce.torch.functions import broadcast_optimizer_state, broadcast_parameters
@@ -18,16 +20,6 @@ from ringreduce.torch.resumable import warn_of_lost_place
 from ringreduce.torch.sharded.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.wrapper import Wrapper
 from ringreduce.torch.wrapping import watch_steps
-
-__all__ = [
-    "ModelStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "StateHandler",
-    "TorchState",
-    "get_handler_registry",
-    "set_handler_registry",
-]
 
 
 class TorchState(HandlingState):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -192,7 +191,7 @@ class ShardedStep:
         STEPS.add(self)
         watch_other_steps()
         self._lifetime = reducer.ranks.engine.communicator.lifetime
-        self._lifetime.listen("closed", partial(_notify, weakref.WeakMethod(self._world_ended)))
+        self._lifetime.listen_while_held("closed", self._world_ended)
 
     def __del__(self) -> None:
         # Other optimizers may train what is left; nobody does when the program ends.
@@ -428,11 +427,6 @@ class ShardedStep:
         self._spares = Spares(self.optimizer, values)
         self.load_state()
         self._remember()
-
-
-def _notify(method: Callable[[], Callable[[], object] | None]) -> None:
-    if (found := method()) is not None:
-        found()
 
 
 def _hand_over(earlier: ShardedStep | None, optimizer: torch.optim.Optimizer, sharding: Sharding) -> None:

@@ -243,6 +243,13 @@ class Removable(Protocol):
         """Take it away."""
 
 
+def remove_all(hooks: list[Any]) -> None:
+    """Take hooks away, and empty the list."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
 class Streams:
     """What a device with streams asks for. This one is of a framework in host memory: nothing."""
 

@@ -24,7 +24,7 @@ from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
 from ringreduce.engine import About, CollectiveOp, Context, InPlaceAllreduce, Needed, Operation, Travel
 from ringreduce.engine.coordinator import fuse
-from ringreduce.training.binding.framework import Found, Hooks, Look, Memory, Named, Removable, Slot, Sparse
+from ringreduce.training.binding.framework import Found, Hooks, Look, Memory, Named, Removable, Slot, Sparse, remove_all
 from ringreduce.training.compression import Reducer, State, WireState, has_reducers, reduces
 from ringreduce.training.gradients.record import OptimizerRanks
 from ringreduce.training.gradients.weights import Weights
@@ -128,9 +128,7 @@ class Bucket:
 
     def retire(self) -> None:
         """Remove the hooks; the bucket is of no use any more."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        remove_all(self.hooks)
 
     def look(self, gradients: Sequence[Any]) -> list[int]:
         """Return how each gradient and its place are; see `Look.IN_PLACE`."""

@@ -53,7 +53,7 @@ class HostLeaves:
         self._specs = specs
         self._read = read
         self._write = write
-        self._reals = [_real(each.dtype) for each in specs]
+        self._reals = [np.empty(0, each.dtype).real.dtype for each in specs]
         self._ends = np.cumsum([prod(each.shape) * (1 + (each.dtype.kind == "c")) for each in specs], dtype=int)
 
     def find(self) -> tuple[int, str]:
@@ -70,10 +70,6 @@ class HostLeaves:
 
     def _places(self, flat: _Array) -> list[_Array]:
         return np.split(flat, self._ends[:-1]) if len(self._ends) else []
-
-
-def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype
 
 
 def is_averaged(dtype: Any) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ringreduce.common.finalizers import when_ended
-from ringreduce.training.binding.framework import Hooks, Removable
+from ringreduce.training.binding.framework import Hooks, Removable, remove_all
 from ringreduce.training.gradients.buckets import Buckets
 from ringreduce.training.gradients.checks import look_at_the_end
 from ringreduce.training.optimizers.reducer import GradientReducer
@@ -135,7 +135,7 @@ class Gradients:
         """
         overlap = self.overlap
         if not (overlap.is_learning or self._in_backward):
-            _remove(self._hooks)
+            remove_all(self._hooks)
             overlap.watched.clear()
         elif self.reducer.ranks.size > 1:
             for parameter in self._parameters() if parameters is None else parameters:
@@ -154,14 +154,8 @@ class Gradients:
         return [parameter for _, parameter in self.reducer.named()]
 
 
-def _remove(hooks: list[Removable]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
-
-
 def _retire(look: Callable[[], None], buckets: Buckets, overlap: Overlap, hooks: list[Removable]) -> None:
     overlap.abandon()
     buckets.clear()
-    _remove(hooks)
+    remove_all(hooks)
     look()

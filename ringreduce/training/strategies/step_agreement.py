@@ -101,7 +101,9 @@ class StepAgreement:
             partner.report(record, contribution.parameters)
         if self._compares and count.looks_closer and count.reduced != 1:  # as after a join, see `StepCount.restart`
             record.sign("weights", context.memory.checksum(contribution.parameters))
-        settings = self._settings_now()
+        settings = None
+        if self._settings is not None and (context.options.is_late or count.reduced >= (self._first or 0)):
+            settings = self._settings() if count.looks_closer else None
         if settings is not None:
             record.sign("settings", zlib.crc32(repr(settings).encode()))
         if count.looks_closer:
@@ -127,12 +129,6 @@ class StepAgreement:
         if self._record is None or self._record.key != (count, overlaps):
             self._record = Record(self._context.ranks.engine.communicator, count, overlaps)
         return self._record
-
-    def _settings_now(self) -> Mapping[str, str] | None:
-        """Return the hyper-parameters, if this step compares them."""
-        count = self._context.count
-        has_begun = self._context.options.is_late or count.reduced >= (self._first or 0)
-        return self._settings() if self._settings is not None and count.looks_closer and has_begun else None
 
     def _exchange(self, record: Record) -> int:
         """Make the record that of all ranks; return how many contribute to the step."""
