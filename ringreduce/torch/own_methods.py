@@ -8,7 +8,7 @@ no gradient came since the last step or reduction: to swap averages of weights, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -37,6 +37,36 @@ _SWAPS = ("train", "eval")
 _FEW = 8  # elements of a parameter that are compared, for writes by ``p.data`` that torch does not count
 
 
+class AdditionHooks:
+    """Calls a method each time that a backward pass has added to a gradient, as long as its object lives.
+
+    Args:
+        method: the method.
+
+    Attributes:
+        hooks: of the parameters.
+    """
+
+    def __init__(self, method: Callable[[], object]) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.hooks: list[Any] = []
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch parameters that are not watched yet."""
+        method = self._method
+
+        def added_to(_: torch.Tensor) -> None:
+            if (notify := method()) is not None:
+                notify()
+
+        for parameter in parameters:
+            known = self._watched.get(id(parameter))
+            if parameter.requires_grad and parameter.is_leaf and (known is None or known() is not parameter):
+                self._watched[id(parameter)] = weakref.ref(parameter)
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(added_to))  # type: ignore[no-untyped-call]
+
+
 class Arrivals:
     """Whether backward passes have added to gradients since the last step or reduction.
 
@@ -51,29 +81,17 @@ class Arrivals:
 
     def __init__(self, find: Callable[[], list[torch.Tensor]]) -> None:
         self._find = find
-        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._hooks: list[Any] = []
+        self._additions = AdditionHooks(self._came)
         self.reductions = self.count = 0
         self.fresh = False
         self.watch()
-        when_ended(self, remove_all, self._hooks)
+        when_ended(self, remove_all, self._additions.hooks)
 
     def watch(self) -> None:
         """Watch parameters that are not watched yet."""
-        this = weakref.ref(self)
+        self._additions.watch(self._find())
 
-        def added_to(parameter: torch.Tensor) -> None:
-            if (arrivals := this()) is not None:
-                arrivals.came()
-
-        for parameter in self._find():
-            known = self._watched.get(id(parameter))
-            if parameter.requires_grad and parameter.is_leaf and (known is None or known() is not parameter):
-                self._watched[id(parameter)] = weakref.ref(parameter)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(added_to))  # type: ignore[no-untyped-call]
-
-    def came(self) -> None:
-        """Take note that a pass has added to a gradient."""
+    def _came(self) -> None:
         self.fresh = True
         self.count += 1
 

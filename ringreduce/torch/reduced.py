@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringreduce.torch.own_methods import Arrivals
+from ringreduce.torch.own_methods import AdditionHooks, Arrivals
 from ringreduce.torch.private import has_looked, scaler_state
 from ringreduce.training.options.features import SCALER, SKIPPING
 
@@ -37,7 +37,7 @@ class Reduced:
     def __init__(self, arrivals: Arrivals | None = None) -> None:
         self.state = ReductionState.OWN
         self._arrivals = arrivals
-        self._heard: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters, by their ids
+        self._additions = AdditionHooks(self._added_to)
         # The GradScaler for which they were reduced, and the state that it keeps for the step.
         self._scaler: tuple[weakref.ref[Any], dict[str, Any]] | None = None
 
@@ -68,18 +68,11 @@ class Reduced:
     def clipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take note that they were clipped; what later backward passes make is not."""
         self.state = ReductionState.CLIPPED
-        this = weakref.ref(self)
+        self._additions.watch(parameters)
 
-        def added_to(parameter: torch.Tensor) -> None:
-            reduced = this()
-            if reduced is not None and reduced.state is ReductionState.CLIPPED:
-                reduced._become_own()
-
-        for parameter in parameters:
-            known = self._heard.get(id(parameter))
-            if parameter.requires_grad and (known is None or known() is not parameter):
-                self._heard[id(parameter)] = weakref.ref(parameter)
-                parameter.register_post_accumulate_grad_hook(added_to)  # type: ignore[no-untyped-call]
+    def _added_to(self) -> None:
+        if self.state is ReductionState.CLIPPED:
+            self._become_own()
 
     def done_for(self, scaler: torch.amp.GradScaler, optimizer: int) -> None:
         """Take note that a GradScaler has had them reduced, for the next step of the optimizer with this ``id``."""

@@ -140,6 +140,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all of a parameter group but the parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 def is_optimizer(candidate: object) -> bool:
     """Return whether this can be asked for its parameters, and to step."""
     return hasattr(candidate, "param_groups") and hasattr(candidate, "step")

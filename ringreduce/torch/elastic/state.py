@@ -19,7 +19,7 @@ from ringreduce.torch.private import version_of
 from ringreduce.torch.resumable import warn_of_lost_place
 from ringreduce.torch.sharded.commits import committed, copied, own, sharded_steps
 from ringreduce.torch.wrapper import Wrapper
-from ringreduce.torch.wrapping import watch_steps
+from ringreduce.torch.wrapping import parameters_of, settings_of, watch_steps
 
 
 class TorchState(HandlingState):
@@ -191,10 +191,10 @@ class OptimizerStateHandler(_TensorsHandler):
     def _tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the state, and the parameters, whose number shows whether a group was added."""
         kept = [each for state in self.value.state.values() for each in state.values() if torch.is_tensor(each)]
-        return [*kept, *(each for group in self.value.param_groups for each in group["params"])]
+        return [*kept, *parameters_of(self.value)]
 
     def _small(self) -> Any:
-        return [{name: each for name, each in group.items() if name != "params"} for group in self.value.param_groups]
+        return list(map(settings_of, self.value.param_groups))
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [

@@ -26,7 +26,7 @@ def sharded_steps(tensors: Iterable[torch.Tensor], *, open_only: bool = True) ->
         open_only: leave out those of worlds that have ended.
     """
     tensors = list(tensors)
-    found = [step for step in STEPS if (step.is_open or not open_only) and step.has_any(tensors)]
+    found = [step for step in STEPS if (step.is_open or not open_only) and step.pieces.has_any(tensors)]
     return sorted(found, key=lambda step: step.number)
 
 

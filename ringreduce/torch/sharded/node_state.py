@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +90,42 @@ def pieces_of(shard: ParameterShard, *, elementwise: bool) -> Iterator[Piece]:
         value = _in_order(view)[part].detach().requires_grad_(parameter.requires_grad)
         gradient = bucket.flat[start + part.start : start + part.stop]
         yield Piece(parameter, view, address=view.data_ptr(), slot=slot, elements=part, value=value, gradient=gradient)
+
+
+class Pieces(dict[torch.Tensor, Piece]):
+    """This rank's pieces, by parameter."""
+
+    def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether some of these are parameters that the ranks have in common."""
+        return any(each in self for each in tensors)
+
+    def make_own(self) -> None:
+        """Let parameters be this rank's own from now on, those that are still in memory of the node."""
+        for piece in self.values():
+            if piece.parameter.data_ptr() == piece.address:
+                piece.parameter.data = piece.parameter.detach().clone()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Return a context in which this rank writes to parameters of its own, which are gone at the end."""
+        for piece in self.values():
+            piece.parameter.data = piece.parameter.detach().clone()
+        try:
+            yield
+        finally:
+            for piece in self.values():
+                piece.parameter.data = piece.view
+
+    def hand_out_gradients(self) -> None:
+        """Let the parameters of the copy of the optimizer have their parts of the gradients."""
+        for parameter, piece in self.items():
+            gradient = parameter.grad
+            if piece.value is None:
+                continue
+            if gradient is piece.slot.place:
+                piece.value.grad = piece.gradient
+            else:
+                piece.value.grad = None if gradient is None else piece.of(gradient)
 
 
 class _Description(NamedTuple):

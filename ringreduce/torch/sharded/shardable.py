@@ -83,7 +83,7 @@ def require_not_shared(parameters: Sequence[torch.Tensor], by: object = None) ->
 
 def _sharing(parameters: Sequence[torch.Tensor], by: object = None) -> list[Any]:
     """Return what makes steps on some of these parameters, which the ranks of a node have in common."""
-    found = [step for step in STEPS if step.is_open and step.has_any(parameters)]
+    found = [step for step in STEPS if step.is_open and step.pieces.has_any(parameters)]
     return [step for step in found if by is None or step.reducer.sharding.memory is not by]
 
 

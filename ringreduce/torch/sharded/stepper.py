@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any
@@ -15,11 +15,11 @@ import torch
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.torch.private import mark_stepped, version_of
-from ringreduce.torch.sharded.node_state import DividedState, NodeState, Piece, pieces_of
+from ringreduce.torch.sharded.node_state import DividedState, NodeState, Pieces, pieces_of
 from ringreduce.torch.sharded.shardable import STEPS, watch_other_steps
 from ringreduce.torch.spares import Spares
 from ringreduce.torch.split_updates import SplitUpdates, is_on_host, may_split
-from ringreduce.torch.wrapping import STEPPING, parameters_of
+from ringreduce.torch.wrapping import STEPPING, parameters_of, settings_of
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.strategies.node_commit import NodeCommit
@@ -165,6 +165,7 @@ class ShardedStep:
         is_writing: whether the program is within `writing`.
         is_own: whether parameters are each rank's own again, as the world has ended.
         number: greater than those that were made earlier.
+        pieces: this rank's, of the parameters that the ranks of a node have in common.
         commit: of what the ranks of the node have in common.
         copy: the optimizer of this rank's pieces.
     """
@@ -179,7 +180,7 @@ class ShardedStep:
         self._sharding = reducer.sharding
         self._changes = -1
         self._parameters = list[torch.Tensor]()
-        self._pieces: dict[torch.Tensor, Piece] = {}
+        self.pieces = Pieces()
         self._versions: list[int] = []
         self._spares = Spares(optimizer, {})
         self._state = (NodeState if self._sharding.has_all_state else DividedState)(optimizer, self._sharding)
@@ -209,9 +210,7 @@ class ShardedStep:
         if self.is_own:
             return
         self.is_own = True
-        for piece in self._pieces.values():
-            if piece.parameter.data_ptr() == piece.address:
-                piece.parameter.data = piece.parameter.detach().clone()
+        self.pieces.make_own()
 
     def step(self, *closure: Callable[[], Any]) -> Any:
         """Make a step with the reduced gradients, and meet the other ranks. Collective."""
@@ -222,7 +221,7 @@ class ShardedStep:
         copy = self.copy
         groups = list(zip(self.copy.param_groups, self.optimizer.param_groups, strict=True))
         for group, whole in groups:
-            group.update(_settings(whole))
+            group.update(settings_of(whole))
         self._hand_out_gradients()
         self._failure = "it was interrupted"  # until it is made
         try:
@@ -232,7 +231,7 @@ class ShardedStep:
             self._sharding.refuse(error, "updated")  # which the other ranks wait for
             raise
         for group, whole in groups:
-            whole.update(_settings(group))  # which some optimizers count steps in
+            whole.update(settings_of(group))  # which some optimizers count steps in
         mark_stepped(self.optimizer)
         try:
             self._state.keep(copy.state)
@@ -240,7 +239,7 @@ class ShardedStep:
             self._failure = _in_words(error)
             raise
         self._failure = ""
-        torch.autograd.graph.increment_version(self._pieces)
+        torch.autograd.graph.increment_version(self.pieces)
         self._remember()
         return result
 
@@ -249,12 +248,12 @@ class ShardedStep:
         self._refresh()
         self._hand_out_gradients()
         everything = [each.grad for each in self._parameters if each.grad is not None]
-        private = [each.grad for each in self._parameters if each not in self._pieces and each.grad is not None]
+        private = [each.grad for each in self._parameters if each not in self.pieces and each.grad is not None]
         is_first = self.reducer.ranks.rank == 0
         local = list[float]()
         mine = list[torch.Tensor]()
         for parameter in self._parameters:
-            piece = self._pieces.get(parameter)
+            piece = self.pieces.get(parameter)
             part = None if piece is None or piece.value is None else piece.value.grad
             if part is not None:
                 mine.append(part)
@@ -285,7 +284,7 @@ class ShardedStep:
 
         So it does if the last step has failed, here or on other ranks.
         """
-        pieces = self._pieces.values()
+        pieces = self.pieces.values()
         if self._failure:
             error = ConfigError(
                 f"the last step has failed ({self._failure}): with shard each rank updates some of the parameters, "
@@ -311,24 +310,20 @@ class ShardedStep:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """See `DistributedOptimizer.writing`."""
-        pieces = [] if self._sharding.is_first else list(self._pieces.values())
         self._sharding.meet("about to be written")
-        for piece in pieces:
-            piece.parameter.data = piece.parameter.detach().clone()
         self.is_writing = True
         try:
-            yield
+            with nullcontext() if self._sharding.is_first else self.pieces.lent():
+                yield
         finally:
             self.is_writing = False
-            for piece in pieces:
-                piece.parameter.data = piece.view
             self._sharding.meet("written")
             self._failure = ""
             self._remember()
 
     def _remember(self) -> None:
         """Remember the parameters as they are now."""
-        self._versions = [version_of(each.parameter) for each in self._pieces.values()]
+        self._versions = [version_of(each.parameter) for each in self.pieces.values()]
         self._sharding.watch()
 
     def load_state(self) -> None:
@@ -336,7 +331,7 @@ class ShardedStep:
         if self._detached:
             return
         self._spares.look()
-        self._state.load(self._parameters, self._pieces, self.copy.state)
+        self._state.load(self._parameters, self.pieces, self.copy.state)
         self._spares.load(self.copy.state)
 
     @contextmanager
@@ -364,10 +359,6 @@ class ShardedStep:
         """Whether the world has ended in which the ranks had the state together."""
         return not (self._lifetime.open or self._detached or self._sharding.has_all_state)
 
-    def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return whether some of these are parameters that the ranks have in common."""
-        return any(each in self._pieces for each in tensors)
-
     def prepare_commit(self) -> None:
         """Make room for a copy of parameters and state, once all ranks are here. Collective."""
         self._sharding.meet("about to be saved")
@@ -394,14 +385,7 @@ class ShardedStep:
         return loss
 
     def _hand_out_gradients(self) -> None:
-        for parameter, piece in self._pieces.items():
-            gradient = parameter.grad
-            if piece.value is None:
-                continue
-            if gradient is piece.slot.place:
-                piece.value.grad = piece.gradient
-            else:
-                piece.value.grad = None if gradient is None else piece.of(gradient)
+        self.pieces.hand_out_gradients()
         self._spares.add(self.copy.param_groups)
 
     # ---- pieces ----
@@ -413,11 +397,11 @@ class ShardedStep:
             return
         self._changes = self._sharding.changes
         self._parameters = parameters
-        if self._pieces:
+        if self.pieces:
             self._state.complete()
         elementwise = self._sharding.elementwise
         pieces = [each for shard in self._sharding.shards for each in pieces_of(shard, elementwise=elementwise)]
-        self._pieces = {piece.parameter: piece for piece in pieces}
+        self.pieces = Pieces((piece.parameter, piece) for piece in pieces)
         values = {piece.parameter: piece.value for piece in pieces}
         self.copy.state = defaultdict(dict)
         self.copy.param_groups = [
@@ -452,11 +436,6 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all of a parameter group but the parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

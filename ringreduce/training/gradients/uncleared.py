@@ -140,7 +140,7 @@ class Uncleared:
         """Take note that the framework is about to add to the gradient of a parameter, given its ``id``."""
         if key in self._open:
             self._open.discard(key)
-            self._look(key, self._known[key], adds=True)
+            self._look(key)
         elif self.scaled or self._written:
             self._forget_cleared()
 
@@ -157,7 +157,7 @@ class Uncleared:
         self._parted.clear()
         while self._open:
             key = self._open.pop()
-            self._look(key, self._known[key], adds=False)
+            self._look(key)
         self._forget_cleared()
         if not self._kept:
             self.divides = self._may_divide and bool(self._known)
@@ -167,7 +167,8 @@ class Uncleared:
         for ids in (self.scaled, self._written):
             ids -= {key for key in ids if self._known[key].slot.parameter.grad is None}
 
-    def _look(self, key: int, left: _Left, *, adds: bool) -> None:
+    def _look(self, key: int) -> None:
+        left = self._known[key]
         gradient = left.slot.parameter.grad
         if gradient is None:
             return

@@ -100,59 +100,39 @@ class ParameterShard:
         return slice(first, max(first, min(self.own.stop - start, count)))
 
 
-class Sharding:
-    """Divides the parameters of one optimizer, and what it does with them, among the ranks of each node.
+class NodeRanks:
+    """The ranks of one optimizer that have parameters in memory of their node, and what they do together.
 
     Args:
-        memory: the gradients'.
         ranks: carry operations out.
-        buckets: of the gradients.
         options: say how the parameters are divided.
 
     Attributes:
-        memory: the argument.
-        elementwise: whether parts may end inside of parameters.
+        ranks: the argument.
         is_disjoint: whether all ranks have different parts; if not, those of different nodes have the same.
         has_all_state: whether a node has all state.
         divides_state: whether that is so by chance alone, as all ranks are on one node.
-        ranks: the argument.
         is_first: whether this rank is the first of its node.
         node_index, node_size: this rank among those of its node, and how many they are.
-        shards: of the buckets that there are.
-        changes: how often these have changed.
-        uncleared: gradients that were reduced and are still there.
+        lane: this rank's with those that fetch parts of other nodes from it; None: all have all of them.
+        peers: the ranks of the lane: one of each node.
     """
 
-    def __init__(self, memory: Memory, ranks: OptimizerRanks, buckets: Buckets, options: Options) -> None:
-        assert isinstance(memory, InPlace)
-        self.memory = memory
+    def __init__(self, ranks: OptimizerRanks, options: Options) -> None:
         self.ranks = ranks
-        self._buckets = buckets
-        self.elementwise = options.elementwise
         communicator = ranks.engine.communicator
         topology = communicator.topology
-        members = topology.node_of(communicator.rank)
+        self._members = topology.node_of(communicator.rank)
+        self._nodes = topology.nodes
         self.has_all_state = options.shard == "node" or topology.single_node
         self.divides_state = options.shard == "all"
         self.is_disjoint = options.shard == "all" or topology.single_node
-        owners = range(ranks.size) if self.is_disjoint else members
-        self._index = owners.index(ranks.rank)
-        self._loads = [0] * len(owners)
-        self.node_index = members.index(ranks.rank)
-        self.node_size = len(members)
-        self._nodes = topology.nodes
-        self._lane: Communicator | None = None
-        self._peers: list[int] = []  # the ranks of the lane: one of each node
-        self._fetched: _Bytes | None = None
-        self._flag = communicator.empty(1, np.uint8)
-        self._rows: dict[int, tuple[Any, Any, Any, list[int] | None]] = {}
-        self._watched: tuple[_Bytes, int] | None = None  # a piece of the parameters, and its checksum
-        self._at = 0  # where it was, in bytes of this rank's parts
+        self.node_index = self._members.index(ranks.rank)
+        self.node_size = len(self._members)
         self.is_first = self.node_index == 0
-        self.shards: list[ParameterShard] = []
-        self.changes = 0
-        divides = self.is_disjoint and not options.in_backward
-        self.uncleared = Uncleared(memory, buckets, ranks.size, divides=divides)
+        self.lane: Communicator | None = None
+        self.peers: list[int] = []
+        self._flag = communicator.empty(1, np.uint8)
 
     def connect(self, ranks: Sequence[int]) -> None:
         """Connect each rank with those that fetch parts of other nodes from it. Collective.
@@ -161,8 +141,142 @@ class Sharding:
             ranks: of the world, in the order of their numbers here.
         """
         if not self.has_all_state:
-            self._peers = [node[self.node_index] for node in self._nodes]
-            self._lane = group([ranks[peer] for peer in self._peers]).communicator
+            self.peers = [node[self.node_index] for node in self._nodes]
+            self.lane = group([ranks[peer] for peer in self.peers]).communicator
+
+    def node_memory(self, nbytes: int) -> _Bytes:
+        """Return memory that the ranks of the node have in common; maybe none. Collective."""
+        if not nbytes:
+            return np.empty(0, np.uint8)
+        text = f"{nbytes} bytes of each node"
+        return self._run("memory", lambda ranks: ranks.node_memory(nbytes), text)  # type: ignore[no-any-return]
+
+    def refuse(self, error: Exception, what: str = "step") -> None:
+        """Let the step fail on the other ranks, with this error as the reason.
+
+        Args:
+            error: why this rank cannot go on.
+            what: the call of the step that the other ranks make, or are about to.
+        """
+        self.ranks.engine.refuse(Refusal(f"{self.ranks.name}, {what}", "step", error))
+
+    def allocate(self, needed: Mapping[_Key, tuple[int, Any]]) -> tuple[_Bytes, dict[_Key, tuple[_Bytes, Any]]]:
+        """Return memory of the node for state that some rank has made. Collective.
+
+        Args:
+            needed: bytes and a description of what this rank has made, by the number of the parameter and a name.
+
+        Returns:
+            Memory for all that any rank has made; and for each its part of that, with the description.
+        """
+        mine = np.frombuffer(pickle.dumps(needed), np.uint8)
+        everyone = BytesIO(self.ranks.allgather(mine.reshape(-1, 1)))
+        wanted = dict[_Key, tuple[int, Any]]()
+        for _ in range(self.ranks.size):
+            wanted |= pickle.load(everyone)
+        lengths = [padded(nbytes) for nbytes, _ in wanted.values()]
+        memory = self.node_memory(sum(lengths)) if any(lengths) else np.empty(0, np.uint8)
+        places = Partition.of_sizes(lengths).segment
+        return memory, {
+            key: (memory[place][:nbytes], description)
+            for place, (key, (nbytes, description)) in zip(places, wanted.items(), strict=True)
+        }
+
+    def norms(self, local: Sequence[float], order: float) -> list[float]:
+        """Return the norms of vectors of which each rank has parts, given those of its parts. Collective."""
+        totals = np.array(local, np.float64)
+        op = MAX if order == np.inf else SUM
+        if op is SUM:
+            totals **= order
+        self._run("norm", lambda ranks: ranks.allreduce(totals, op, out=totals), f"of order {order}")
+        return (totals if op is MAX else totals ** (1 / order)).tolist()  # type: ignore[no-any-return]
+
+    def exchange(self, mine: Mapping[_Key, tuple[int, _Bytes]]) -> list[tuple[_Key, int, _Bytes]]:
+        """Return what the ranks of the lane pass: by a key, where something begins, and bytes. Collective."""
+        lane = self.lane
+        if lane is None:
+            return []  # the ranks of the node have stored all
+        headers = pickle.dumps([(key, start, part.nbytes) for key, (start, part) in mine.items()])
+        data = np.concatenate([np.empty(0, np.uint8), *(part for _, part in mine.values())])
+
+        def run(_: Communicator) -> tuple[list[tuple[_Key, int, int]], _Bytes]:
+            everyone: Any = lane.allgather(np.frombuffer(headers, np.uint8))
+            file = BytesIO(everyone)
+            parts = [part for _ in self.peers for part in pickle.load(file)]
+            # Not communication memory, which stays for the next results of this size.
+            received = np.empty(sum(nbytes for *_, nbytes in parts), np.uint8)
+            return parts, lane.allgather(data, out=received)
+
+        parts, received = self._run("exchanged", run)
+        places = Partition.of_sizes([nbytes for *_, nbytes in parts]).segment
+        return [(key, start, received[place]) for (key, start, _), place in zip(parts, places, strict=True)]
+
+    def begin(self, call: str) -> None:
+        """Begin a call that all ranks make between two steps. Collective.
+
+        Raises:
+            ConfigError: other ranks do not make it within 5 s, or make a step; these get a `MismatchError`.
+        """
+        engine = self.ranks.engine
+        name = f"{self.ranks.name}, step"
+        until_s = perf_counter() + _PATIENCE_S
+        operation = InPlaceAllreduce(name, f"{call} of {self.ranks.name}", MAX, [self._flag], needed=Needed.SOME)
+        engine.submit(operation)
+        while not engine.poll(operation) and perf_counter() < until_s:
+            sleep(_NAP_S)
+        refused = f'with shard="all" {call} is to be called on all ranks, and others'
+        if not engine.settle(operation):
+            raise ConfigError(f"{refused} have not called it within {_PATIENCE_S:.0f} s")
+        try:
+            engine.wait(operation)
+        except MismatchError as error:
+            made_a_step = ConfigError(f"{refused} make a step")
+            self.refuse(made_a_step)
+            raise made_a_step from error
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have come here. Collective."""
+        self._run(what, lambda ranks: ranks.barrier())
+
+    def _run(self, what: str, run: Callable[[Communicator], Any], argument: str = "") -> Any:
+        """Make calls of all ranks, in the order of the program; ``argument`` must agree. Collective."""
+        name = f"{self.ranks.name}, {what}"
+        return self.ranks.run(CollectiveOp(name, f"{name} {argument}".rstrip(), run, about=self.ranks.about))
+
+
+class Sharding(NodeRanks):
+    """Divides the parameters of one optimizer, and what it does with them, among the ranks of each node.
+
+    Args:
+        memory: the gradients'.
+        ranks, options: as for `NodeRanks`.
+        buckets: of the gradients.
+
+    Attributes:
+        memory: the argument.
+        elementwise: whether parts may end inside of parameters.
+        shards: of the buckets that there are.
+        changes: how often these have changed.
+        uncleared: gradients that were reduced and are still there.
+    """
+
+    def __init__(self, memory: Memory, ranks: OptimizerRanks, buckets: Buckets, options: Options) -> None:
+        assert isinstance(memory, InPlace)
+        super().__init__(ranks, options)
+        self.memory = memory
+        self._buckets = buckets
+        self.elementwise = options.elementwise
+        owners = range(ranks.size) if self.is_disjoint else self._members
+        self._index = owners.index(ranks.rank)
+        self._loads = [0] * len(owners)
+        self._fetched: _Bytes | None = None
+        self._rows: dict[int, tuple[Any, Any, Any, list[int] | None]] = {}
+        self._watched: tuple[_Bytes, int] | None = None  # a piece of the parameters, and its checksum
+        self._at = 0  # where it was, in bytes of this rank's parts
+        self.shards: list[ParameterShard] = []
+        self.changes = 0
+        divides = self.is_disjoint and not options.in_backward
+        self.uncleared = Uncleared(memory, buckets, ranks.size, divides=divides)
 
     def update(self) -> None:
         """Move the parameters of new buckets to memory of the node. Collective."""
@@ -212,13 +326,6 @@ class Sharding:
         wanted = accumulate((each / sum(lacking) * len(bucket.flat) for each in lacking[:-1]), initial=0.0)
         return [*(min(ends, key=lambda end: abs(end - bound)) for bound in wanted), ends[-1]]
 
-    def node_memory(self, nbytes: int) -> _Bytes:
-        """Return memory that the ranks of the node have in common; maybe none. Collective."""
-        if not nbytes:
-            return np.empty(0, np.uint8)
-        text = f"{nbytes} bytes of each node"
-        return self._run("memory", lambda ranks: ranks.node_memory(nbytes), text)  # type: ignore[no-any-return]
-
     def watch(self) -> None:
         """Remember a checksum of a piece of this rank's parts, another piece each time. Local.
 
@@ -241,46 +348,6 @@ class Sharding:
         """Whether somebody has written to the piece that `watch` has remembered."""
         return self._watched is not None and zlib.crc32(self._watched[0].data) != self._watched[1]
 
-    def refuse(self, error: Exception, what: str = "step") -> None:
-        """Let the step fail on the other ranks, with this error as the reason.
-
-        Args:
-            error: why this rank cannot go on.
-            what: the call of the step that the other ranks make, or are about to.
-        """
-        self.ranks.engine.refuse(Refusal(f"{self.ranks.name}, {what}", "step", error))
-
-    def allocate(self, needed: Mapping[_Key, tuple[int, Any]]) -> tuple[_Bytes, dict[_Key, tuple[_Bytes, Any]]]:
-        """Return memory of the node for state that some rank has made. Collective.
-
-        Args:
-            needed: bytes and a description of what this rank has made, by the number of the parameter and a name.
-
-        Returns:
-            Memory for all that any rank has made; and for each its part of that, with the description.
-        """
-        mine = np.frombuffer(pickle.dumps(needed), np.uint8)
-        everyone = BytesIO(self.ranks.allgather(mine.reshape(-1, 1)))
-        wanted = dict[_Key, tuple[int, Any]]()
-        for _ in range(self.ranks.size):
-            wanted |= pickle.load(everyone)
-        lengths = [padded(nbytes) for nbytes, _ in wanted.values()]
-        memory = self.node_memory(sum(lengths)) if any(lengths) else np.empty(0, np.uint8)
-        places = Partition.of_sizes(lengths).segment
-        return memory, {
-            key: (memory[place][:nbytes], description)
-            for place, (key, (nbytes, description)) in zip(places, wanted.items(), strict=True)
-        }
-
-    def norms(self, local: Sequence[float], order: float) -> list[float]:
-        """Return the norms of vectors of which each rank has parts, given those of its parts. Collective."""
-        totals = np.array(local, np.float64)
-        op = MAX if order == np.inf else SUM
-        if op is SUM:
-            totals **= order
-        self._run("norm", lambda ranks: ranks.allreduce(totals, op, out=totals), f"of order {order}")
-        return (totals if op is MAX else totals ** (1 / order)).tolist()  # type: ignore[no-any-return]
-
     def share(self, *, needs: bool = False) -> bool:
         """Wait until every node has all parameters as the ranks have updated them. Collective.
 
@@ -294,9 +361,9 @@ class Sharding:
         flag[0] = needs
 
         def run(ranks: Communicator) -> None:
-            if self._lane is not None:
+            if self.lane is not None:
                 for shard in self.shards:
-                    self._fetch(self._lane, shard)
+                    self._fetch(self.lane, shard)
             ranks.allreduce(flag, MAX, out=flag)
 
         self._run("updated", run)
@@ -304,67 +371,15 @@ class Sharding:
 
     def _fetch(self, lane: Communicator, shard: ParameterShard) -> None:
         """Exchange parts with the ranks of the lane, and store theirs."""
-        parts = [shard.part(peer) for peer in self._peers]
+        parts = [shard.part(peer) for peer in self.peers]
         places = Partition.of_sizes([part.nbytes for part in parts]).segment
         total = places[-1].stop
         if self._fetched is None or self._fetched.nbytes < total:
             self._fetched = lane.empty(total, np.uint8)
         lane.allgather(shard.part(self._index), out=self._fetched[:total])
-        for peer, part, place in zip(self._peers, parts, places, strict=True):
+        for peer, part, place in zip(self.peers, parts, places, strict=True):
             if peer != self._index:
                 part[:] = self._fetched[place]
-
-    def exchange(self, mine: Mapping[_Key, tuple[int, _Bytes]]) -> list[tuple[_Key, int, _Bytes]]:
-        """Return what the ranks of the lane pass: by a key, where something begins, and bytes. Collective."""
-        lane = self._lane
-        if lane is None:
-            return []  # the ranks of the node have stored all
-        headers = pickle.dumps([(key, start, part.nbytes) for key, (start, part) in mine.items()])
-        data = np.concatenate([np.empty(0, np.uint8), *(part for _, part in mine.values())])
-
-        def run(_: Communicator) -> tuple[list[tuple[_Key, int, int]], _Bytes]:
-            everyone: Any = lane.allgather(np.frombuffer(headers, np.uint8))
-            file = BytesIO(everyone)
-            parts = [part for _ in self._peers for part in pickle.load(file)]
-            # Not communication memory, which stays for the next results of this size.
-            received = np.empty(sum(nbytes for *_, nbytes in parts), np.uint8)
-            return parts, lane.allgather(data, out=received)
-
-        parts, received = self._run("exchanged", run)
-        places = Partition.of_sizes([nbytes for *_, nbytes in parts]).segment
-        return [(key, start, received[place]) for (key, start, _), place in zip(parts, places, strict=True)]
-
-    def begin(self, call: str) -> None:
-        """Begin a call that all ranks make between two steps. Collective.
-
-        Raises:
-            ConfigError: other ranks do not make it within 5 s, or make a step; these get a `MismatchError`.
-        """
-        engine = self.ranks.engine
-        name = f"{self.ranks.name}, step"
-        until_s = perf_counter() + _PATIENCE_S
-        operation = InPlaceAllreduce(name, f"{call} of {self.ranks.name}", MAX, [self._flag], needed=Needed.SOME)
-        engine.submit(operation)
-        while not engine.poll(operation) and perf_counter() < until_s:
-            sleep(_NAP_S)
-        refused = f'with shard="all" {call} is to be called on all ranks, and others'
-        if not engine.settle(operation):
-            raise ConfigError(f"{refused} have not called it within {_PATIENCE_S:.0f} s")
-        try:
-            engine.wait(operation)
-        except MismatchError as error:
-            made_a_step = ConfigError(f"{refused} make a step")
-            self.refuse(made_a_step)
-            raise made_a_step from error
-
-    def meet(self, what: str) -> None:
-        """Wait until all ranks have come here. Collective."""
-        self._run(what, lambda ranks: ranks.barrier())
-
-    def _run(self, what: str, run: Callable[[Communicator], Any], argument: str = "") -> Any:
-        """Make calls of all ranks, in the order of the program; ``argument`` must agree. Collective."""
-        name = f"{self.ranks.name}, {what}"
-        return self.ranks.run(CollectiveOp(name, f"{name} {argument}".rstrip(), run, about=self.ranks.about))
 
     def reduction(
         self, op: ReduceOp, buckets: Sequence[Bucket], sent: Sequence[Any]
