@@ -421,14 +421,7 @@ class Gather(Operation):
 
     __slots__ = ("_arrays", "_within")
 
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        arrays: Sequence[Any],
-        within: Context = None,
-        title: str = "",
-    ) -> None:
+    def __init__(self, name: str, text: str, arrays: Sequence[Any], within: Context = None, title: str = "") -> None:
         parts = tuple((_elements(array)[0].name, array.shape[1]) for array in arrays)
         super().__init__(name, OperationSignature(text, OperationKind.GATHER, counts=parts), about=About(title))
         self._arrays = arrays
