@@ -91,19 +91,6 @@ def test_groups_of_parameters_travel_in_one_piece() -> None:
     assert counter.calls == (4 if rr.size() > 1 else 0)  # who has gradients, the group, two that are alone
 
 
-def test_wrong_options_are_refused() -> None:
-    """On all ranks alike, and with the reason."""
-    model = make_model()
-    with pytest.raises(ValueError, match="part of averaging"):
-        hvd.DistributedOptimizer(sgd(model), op=hvd.Sum, gradient_predivide_factor=2.0)
-    with pytest.raises(ValueError, match="no parameter of the optimizer"):
-        hvd.DistributedOptimizer(sgd(model), groups=[[torch.ones(1)]])
-    with pytest.raises(ValueError, match="can be in one"):
-        hvd.DistributedOptimizer(sgd(model), groups=[[model[0].weight], [model[0].weight]])
-    with pytest.raises(ValueError, match="at least 0"):
-        hvd.DistributedOptimizer(sgd(model), num_groups=-1)
-
-
 class Doubling(hvd.compression.Compressor):
     """A compression of the user's own."""
 

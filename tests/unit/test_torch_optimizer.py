@@ -75,16 +75,6 @@ def test_hooks_reach_the_wrapped_optimizer(model: Any) -> None:
     assert calls == ["pre", "post", "save", "load"]
 
 
-def test_a_scheduler_of_the_wrapped_optimizer_goes_on(model: Any) -> None:
-    """A scheduler that was made before wrapping keeps steering, and does not warn."""
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
-    optimizer = hvd.DistributedOptimizer(inner)
-    train(model, optimizer)
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
 def test_one_rank_trains_as_if_not_wrapped(model: Any) -> None:
     """Alone there are no buckets and no copies: gradients stay where autograd put them."""
     plain = copy.deepcopy(model)
