@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NUMBERS = np.generic, bool, int, float, complex
 
 
-class Operand:  # a frozen dataclass would take three times as long to make
+class Operand:  # Not a frozen dataclass, which would take three times as long to make.
     """An argument of a collective: the caller's memory, seen through NumPy.
 
     Attributes:
@@ -81,7 +81,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
             return cls(array, dtype)
         if isinstance(array, np.ma.MaskedArray):
             raise UnsupportedBufferError("masked arrays are not supported; pass array.data, or fill them")
-        view = np.asarray(array)  # subclasses (np.matrix) reshape differently
+        view = np.asarray(array)  # Subclasses such as np.matrix reshape differently.
         return cls(view.view(dtype.storage) if view.dtype != dtype.storage else view, dtype)
 
     @classmethod
@@ -91,7 +91,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
         if not tensor.is_cpu:
             raise UnsupportedBufferError(f"tensors on {tensor.device} are not supported here; pass a CPU tensor")
         dtype = DType.of(tensor.dtype)
-        if tensor.is_neg() or tensor.is_conj():  # lazy views, which NumPy does not know: copy; let nobody store there
+        if tensor.is_neg() or tensor.is_conj():  # NumPy does not know lazy views: copy, and let nobody store there.
             view = tensor.detach().resolve_conj().resolve_neg().numpy()
             view.flags.writeable = False
             return cls(view, dtype, is_copy=True)
@@ -125,7 +125,7 @@ class Operand:  # a frozen dataclass would take three times as long to make
 
     def flat(self) -> Array:
         """Return the elements in C order as one dimension: a view if they are contiguous, else a copy."""
-        return np.ascontiguousarray(self.view).reshape(-1)  # alone, this leaves the gaps in one dimension as they are
+        return np.ascontiguousarray(self.view).reshape(-1)  # Without reshape, a single dimension would keep its gaps.
 
     def describe(self, *, by_count: bool = False) -> str:
         """Return dtype and shape in words; ``by_count``: as if it had one dimension."""

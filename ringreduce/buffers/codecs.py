@@ -285,7 +285,7 @@ class _Fp8Codec(_ScaledCodec):
         np.take(self._VALUES, codes, out=scaled, mode="clip")
 
 
-#: name -> codec, from the most to the fewest bits.
+#: Names and their codecs, from the most to the fewest bits.
 CODECS: Mapping[str, Codec] = {
     codec.name: codec
     for codec in (

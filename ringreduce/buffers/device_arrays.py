@@ -125,7 +125,7 @@ class DeviceOperand:
             self.array.detach().copy_(source.array)
             return
         cupy = _cupy("an array in device memory that is not in C order")
-        target = cupy.asarray(self.array)  # no copy
+        target = cupy.asarray(self.array)
         with target.device:
             target[...] = cupy.asarray(source.array)
 
@@ -211,7 +211,7 @@ def _of_interface(array: Any, interface: Mapping[str, Any]) -> DeviceOperand:
         raise UnsupportedBufferError("masked arrays are not supported; fill them")
     address, read_only = interface["data"]
     named = np.dtype(interface["typestr"])
-    if named.kind == "V":  # what NumPy has no code for; bfloat16, if its own dtype says so
+    if named.kind == "V":  # NumPy has no code for these: bfloat16, if its own dtype says so.
         named = getattr(array, "dtype", named)
     dtype = DType.of(named)
     shape = tuple(interface["shape"])

@@ -62,7 +62,7 @@ _KINDS = {"f": "float", "c": "complex", "i": "int", "u": "uint", "b": "bool"}
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 
-#: name -> row, in the order in which documentation and ``bench -d all`` list them.
+#: Names and their rows, in the order in which documentation and ``bench -d all`` list them.
 DTYPES: dict[str, DType] = {
     name: DType(name, np.dtype(name), _KINDS[np.dtype(name).kind]) for name in _FLOATS + _INTEGERS
 }
@@ -72,7 +72,7 @@ _FOUND: dict[Any, DType] = {}
 
 
 def _look_up(dtype: Any) -> DType:
-    # torch dtypes print as "torch.float32"; everything else that is a dtype has a NumPy name.
+    # Dtypes of torch print as "torch.float32"; everything else that is a dtype has a NumPy name.
     name = str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else _numpy_name(dtype)
     if name in DTYPES:
         return DTYPES[name]

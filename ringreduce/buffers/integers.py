@@ -30,7 +30,7 @@ def sums_fit(terms: Sequence[Array], size: int, scratch: Array | None = None) ->
         return True
     limit = (1 << _BITS[first.dtype.kind] - (size - 1).bit_length()) - 1
     seen = first
-    for each in others:  # the bits of all numbers together are within the limit just if each of them is
+    for each in others:  # The bits of all numbers together are within the limit just if each of them is.
         seen = np.bitwise_or(seen, each, out=scratch)
     if seen.view(np.uint64).max() <= limit:
         return True
@@ -64,7 +64,7 @@ def divide_toward_zero(wide: Array, divisor: int, scratch: Array | None = None, 
             np.bitwise_and(scratch, divisor - 1, out=scratch)
         np.add(wide, scratch, out=wide)
     if divisor & (divisor - 1) == 0:
-        np.right_shift(wide, divisor.bit_length() - 1, out=out)  # several times as fast
+        np.right_shift(wide, divisor.bit_length() - 1, out=out)  # A shift is several times as fast as a division.
     else:
         np.floor_divide(wide, divisor, out=out)
 

@@ -121,7 +121,7 @@ class UfuncKernels:
         first, second, *middle = sources
         if not middle:
             if size is None and ufunc in (np.add, np.multiply):
-                return partial(ufunc, first, second)  # it takes where to store as the next argument, minima do not
+                return partial(ufunc, first, second)  # Its next argument is where to store; minima have none.
 
             def combine_pair(target: Array) -> None:
                 ufunc(first, second, out=target)
@@ -342,7 +342,7 @@ def wider(dtype: DType) -> DType:
 def widen(view: Array, dtype: DType, out: Array | None = None) -> Array:
     """Return the elements of a view (in ``dtype.storage``) in the wider type, C-contiguous; in ``out`` if given."""
     wide = np.empty(view.shape, wider(dtype).storage) if out is None else out
-    if dtype.name == "bfloat16":  # the upper half of a float32
+    if dtype.name == "bfloat16":  # It is the upper half of a float32.
         bits = wide.view(np.uint32)
         np.copyto(bits, view)
         np.left_shift(bits, np.uint32(16), out=bits)

@@ -45,7 +45,7 @@ def address_field(array: npt.NDArray[Any]) -> Field:
     Reads a field of NumPy's C struct, the first one after Python's own: `address_of` takes a fifth of a small call. It
     must not be read once the array is freed. Where the address is not there, it is that of ``__array_interface__``.
     """
-    if sys.implementation.name == "cpython":  # where `id` is an address
+    if sys.implementation.name == "cpython":  # Only there `id` is an address.
         field = ctypes.c_void_p.from_address(id(array) + object.__basicsize__)
         if field.value == array.__array_interface__["data"][0]:
             return field

@@ -30,7 +30,7 @@ def same_memory(array: Any, forget: Callable[[object], object], *, written: bool
     if array is None:
         return lambda given: given is None
     known: Callable[[], Any] = weakref.ref(array, forget)
-    if isinstance(array, np.ndarray):  # a weak reference forbids `resize`; all else can be assigned
+    if isinstance(array, np.ndarray):  # A weak reference forbids `resize`; all else can be assigned.
         # It is not read once the array is freed: `forget` has removed what reads it before another object gets its id.
         data = address_field(array)
         address = data.value

@@ -129,7 +129,7 @@ class Path(Enum):
         """
         share = _work_of_one_byte(algorithm, problem.topology)
         nbytes = problem.nbytes
-        if self is Path.ONE_SHOT:  # the data is beside the flags of one barrier; every rank reads that of all others
+        if self is Path.ONE_SHOT:  # The data is beside the flags of one barrier; every rank reads that of all others.
             return Work(rounds=0, sent=0, barriers=1, touched=share.sent * nbytes, reduced=share.reduced * nbytes)
         sent = share.sent * nbytes
         touched = share.touched * nbytes

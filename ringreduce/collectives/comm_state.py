@@ -49,7 +49,7 @@ class CommState:
         self.lifetime = context.lifetime
         self.lifetime.listen_while_held("failed", self._failed)
         self.lifetime.listen_while_held("forked", self._forked)
-        self._behind = 0  # how many calls this rank had begun before the present one
+        self._behind = 0  # How many calls this rank had begun before the present one.
         self.quiet = quiet_context()
 
     # ---- calls ----
@@ -113,7 +113,7 @@ class CommState:
         if isinstance(error, MismatchError) and error.in_step and not self._context.single_node:
             try:
                 self._context.recover(error, self.calls.number)
-            except BaseException as raised:  # also what a signal handler raises: messages are under way still
+            except BaseException as raised:  # Also of a signal handler: messages are under way still.
                 error.in_step = False
                 self.abort(raised)
                 if not isinstance(raised, RingReduceError):
@@ -136,7 +136,7 @@ class CommState:
 
     def _forked(self) -> None:
         self._context.plans.forget()
-        self.quiet = quiet_context()  # the rank may be in the midst of a call
+        self.quiet = quiet_context()  # The rank may be in the midst of a call.
 
     def _is_local(self, error: BaseException) -> bool:
         """Return whether a call has failed on this rank alone, before any other rank knows of it."""
@@ -197,7 +197,7 @@ class CallTimer:
         if self._instruments.observers:
             self._instruments.notify("collective_started", self._collective, self._algorithm, self.nbytes)
         self._call: list[Any] = [perf_counter(), 0.0, self._collective, self.nbytes]
-        if self._fail is not None:  # a call that is kept has the same number on all ranks
+        if self._fail is not None:  # A call that is kept has the same number on all ranks.
             self._instruments.calls.append(self._call)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

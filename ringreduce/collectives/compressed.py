@@ -84,7 +84,7 @@ class Feedback:
         lost = float(np.dot(kept, kept))
         if np.isfinite(lost):
             self._lost += lost
-        else:  # a value that is not finite arrives as such, and must not come again
+        else:  # A value that is not finite arrives as such, and must not come again.
             kept.fill(0.0)
 
 
@@ -122,7 +122,7 @@ class Coded:
         if local < nlanes:
             self._lane = lanes[local]
             own = local * nnodes + sorted(topology.cross_group(rank)).index(rank)
-            owned = [segment[own] for segment in self.segments]  # the parts that this rank sums up
+            owned = [segment[own] for segment in self.segments]  # The parts that this rank sums up.
             largest = max(part.stop - part.start for segment in self.segments for part in segment)
         self._total, self._meant, self._arrived = (np.empty(largest, np.float32) for _ in range(3))
         starts = np.cumsum([0, *(part.stop - part.start for part in owned)]).tolist()

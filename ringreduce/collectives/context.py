@@ -58,7 +58,8 @@ class _CallScratch:
         if nbytes > kept_nbytes:
             return arena.array(nbytes)
         if self._shared.nbytes < max(1, nbytes):
-            self._shared = arena.array(1 << max(0, nbytes - 1).bit_length())  # plans keep what they were bound to
+            # Plans keep the former array, which they were bound to.
+            self._shared = arena.array(1 << max(0, nbytes - 1).bit_length())
         return self._shared[:nbytes]
 
     def copies(self, peer: int) -> Array:
@@ -239,7 +240,7 @@ class Context:
             return self.board.enter(signature)[::2]
         except MismatchError:
             if not self.single_node:
-                self.agreement.settle()  # compare between the nodes, too, so that all get the mismatch
+                self.agreement.settle()  # Compares between the nodes, too, so that all get the mismatch.
             raise
 
     def _enter(self, signature: Signature) -> None:

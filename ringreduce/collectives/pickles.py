@@ -29,8 +29,8 @@ from ringreduce.common.errors import ConfigError
 #: A binding enters the arrays of its framework when it is imported.
 REDUCERS: dict[type, Callable[[Any], Any]] = {}
 
-_SMALL_NBYTES = 16 << 10  # memory of arrays stays in the pickle up to here: a collective for each would take longer
-_PIECE_NBYTES = 16 << 20  # of what one rank sends another
+_SMALL_NBYTES = 16 << 10  # Arrays up to this size stay in the pickle: a collective for each would take longer.
+_PIECE_NBYTES = 16 << 20  # A rank sends another one at most so many bytes at once.
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def packed(pack: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
     """Return what ``pack`` returns, and None; or, if it fails, the reason as text, and the error."""
     try:
         return pack(), None
-    except Exception as error:  # whatever an object's own methods raise
+    except Exception as error:  # An object's own methods may raise anything.
         return f"{type(error).__name__}: {error}".encode(errors="replace"), error
 
 
@@ -82,7 +82,7 @@ def skeleton(obj: Any, memories: list[npt.NDArray[np.uint8]]) -> bytes:
         raw = memory.raw()
         if raw.nbytes > _SMALL_NBYTES:
             memories.append(np.frombuffer(raw, np.uint8))
-        return raw.nbytes <= _SMALL_NBYTES  # then it goes into the pickle
+        return raw.nbytes <= _SMALL_NBYTES  # A small one goes into the pickle.
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=leave_out)

@@ -151,7 +151,7 @@ class Plans:
         """
         self.crowded = False
         self.closed += 1
-        repeats = self.repeats.copy()  # the end of an array may remove one at any time
+        repeats = self.repeats.copy()  # A copy, as the end of an array may remove one at any time.
         repeated = {id(repeat.plan) for repeat in repeats.values()}
         for key in [key for key, plan in self._plans.items() if id(plan) in repeated]:
             self._plans.move_to_end(key)

@@ -94,7 +94,7 @@ class Runner:
             or not repeat.is_array(array)
             or not (repeat.is_out is None or repeat.is_out(out))
             or instruments.observers
-            or self._plans.crowded  # a repeat into a new array makes plans, too
+            or self._plans.crowded  # A repeat into a new array makes plans, too.
         ):
             call = Call(_COLLECTIVES[collective], array, out, op=op, root=root, algorithm=algorithm)
             return self._state.call(collective, self._perform, call)
@@ -144,7 +144,7 @@ class Runner:
                 assert result.operand is not None
                 timer.nbytes = result.operand.nbytes
         repeatable = call.splits is None and call.compression is None and not call.weights
-        if again is not None and repeatable and self._context.lifetime.open:  # another thread may have given up
+        if again is not None and repeatable and self._context.lifetime.open:  # Another thread may have given up.
             plan, run = again
             self._keep(prepared, timer.nbytes, plan, run=run)
         if result is None:
@@ -170,7 +170,7 @@ class Runner:
         source = flat(given)
         if kind.collective is Collective.BROADCAST and self._context.rank != kind.root:
             assert target is not None
-            source = target  # what the root sends is received in the result
+            source = target  # The root sends from its result.
         elif target is not None and prepared.copies_overlap:
             source = apart(source, target, prepared.start)
         plan = self._plan_of(task, source, target, numbers=prepared.numbers, feedback=prepared.call.feedback)
@@ -207,7 +207,7 @@ class Runner:
             shape = (prod(shape),)
         asked = kind.algorithm if kind.codec is None else CODED
         if kind.weights:
-            asked = DETERMINISTIC  # on one node one rank reduces all terms of an element at once then
+            asked = DETERMINISTIC  # On one node one rank then reduces all terms of an element at once.
         choice = self._chooser.choice(problem, asked)
         assert isinstance(choice.path, Path)
         signature = _signature(kind, choice, shape)
@@ -326,7 +326,7 @@ class Runner:
         assert prepared.result.operand is not None
         shape = prepared.result.operand.shape
         dtype = prepared.result.operand.dtype
-        if prepared.numbers:  # other ranks decide the shape
+        if prepared.numbers:  # Other ranks decide the shape.
             make = self._operands.maker(0 if array is None else array)
 
             def again_by_rows() -> Any:
@@ -349,7 +349,7 @@ class Runner:
         follows = collective is Collective.BROADCAST and self._context.rank != task.kind.root
         plans = self._plans
         make_result = self._operands.host_maker(shape, dtype)
-        bound: dict[int, tuple[int, Callable[[], object]]] = {}  # by the address of a result, which comes again
+        bound: dict[int, tuple[int, Callable[[], object]]] = {}  # By the address of a result, which comes again.
 
         def again() -> Any:
             view, address = make_result()
@@ -438,10 +438,10 @@ def _signature(kind: CallKind, choice: Choice, shape: tuple[object, ...] | None)
 def _waits(kind: CallKind, choice: Choice, shape: tuple[object, ...] | None) -> bool:
     """Return whether no rank can end a call before all have come to it; see `Signature`."""
     if kind.collective in (Collective.GATHER, Collective.SCATTER):
-        return True  # each rank publishes how much it has, and reads the others'
+        return True  # Each rank publishes how much it has, and reads the others' numbers.
     if kind.collective is Collective.REDUCE and kind.dtype.is_long and kind.op is AVERAGE and kind.nbytes:
-        return True  # all ranks learn at the end whether sums could wrap around
+        return True  # All ranks learn at the end whether sums could wrap around.
     if kind.collective.rooted or shape is None or choice.path is Path.LIBRARY or 0 in shape:
-        return False  # a rank that has its data goes on without the others; for an empty array nobody waits
+        return False  # A rank that has its data goes on without the others; for an empty array nobody waits.
     # With fewer rows than ranks, some ranks get nothing of a reduce-scatter.
     return kind.collective is not Collective.REDUCE_SCATTER or 0 not in kind.counts

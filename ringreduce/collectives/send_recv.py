@@ -64,7 +64,8 @@ class SendRecv:
             if kind is not None:
                 self._received.add(kind.nbytes, perf_counter() - started)
                 return source
-            self._received.seconds += perf_counter() - started  # it polled; the rest of the call is counted below
+            # This was the polling; the rest of the call is counted below.
+            self._received.seconds += perf_counter() - started
         target = require_host(operand_of(out), "recv")
         sender = None if source is None else whole_number("source", source)
         with self._timed("recv", target.nbytes):

@@ -72,7 +72,7 @@ def real_number(name: str, value: Any) -> float:
             return float(value)
         except OverflowError:
             raise ConfigError(f"{name} must be a number that a float can hold, got {shown(value)}") from None
-        except Exception as error:  # whatever the conversion of somebody's type raises
+        except Exception as error:  # The conversion of somebody's type may raise anything.
             raise ConfigError(f"{name} must be a number, got {shown(value)}") from error
     raise ConfigError(f"{name} must be a number, got {shown(value)}")
 
@@ -90,7 +90,7 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
     """
     try:
         whole = index(value)
-    except Exception as error:  # whatever the conversion of somebody's type raises
+    except Exception as error:  # The conversion of somebody's type may raise anything.
         raise ConfigError(f"{name} must be a whole number, got {shown(value)}") from error
     if least is not None and whole < least:
         raise ConfigError(f"{name} must be at least {least}, got {shown(whole)}")
@@ -144,5 +144,5 @@ def shown(value: object) -> str:
     """Return what an error says was given: the value, or its type if that cannot be printed."""
     try:
         return repr(value)
-    except Exception:  # a whole number with thousands of digits, or somebody's type
+    except Exception:  # It is a whole number with thousands of digits, or of somebody's type.
         return f"one of type {type(value).__name__} that cannot be printed"

@@ -32,7 +32,7 @@ _CALLERS = (
     *("/torch/autograd/", "/torch/distributed/", "/torch/_tensor.py"),
     *("/tensorflow/python/", "/keras/src/", "/__autograph_generated_file", "/jax/_src/", "/optax/"),
 )
-_DEPTH = 16  # frames of the program: more cost more, and rarely distinguish more calls
+_DEPTH = 16  # Frames of the program: more cost more, and rarely distinguish more calls.
 # Less than a page of the board, even if JSON escapes every character.
 _TEXT_LENGTH = 1200
 _PLACE_LENGTH = 200
@@ -133,7 +133,8 @@ class AbortReason(_AbortFields):
         if failure is None:
             return cls()
         if isinstance(failure, PeerLostError):
-            return cls(failure.reason.partition("; ")[0], failure.rank)  # without what this rank was doing
+            # The reason comes without what this rank was doing.
+            return cls(failure.reason.partition("; ")[0], failure.rank)
         late = isinstance(failure, CollectiveTimeoutError)
         reason = str(failure) if late else _described(failure)
         return cls(reason, late=late, changed=isinstance(failure, ChangedMessageError))

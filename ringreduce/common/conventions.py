@@ -29,7 +29,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 
 
-class Conventions(str, enum.Enum):  # a string in JSON
+class Conventions(str, enum.Enum):  # Members are strings in JSON.
     """Whose numbers come out; the table is in the module's docstring."""
 
     CHAIN_RULE = "chain_rule"

@@ -170,4 +170,4 @@ def name_ranks(ranks: list[int]) -> str:
 
 for _error in list(vars().values()):
     if isinstance(_error, type) and issubclass(_error, RingReduceError):
-        _error.__module__ = "ringreduce"  # where users import it from, for tracebacks and pickles
+        _error.__module__ = "ringreduce"  # Users import it from there, as tracebacks and pickles should say.

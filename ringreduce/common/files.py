@@ -63,7 +63,7 @@ def _require_no_device(path: Path) -> None:
 def require_writable(path: Path) -> None:
     """Raise an OSError if `replace_file` could not write a file; leaves nothing there."""
     _require_no_device(path)
-    probe = partial_path(path)  # ranks of other hosts may have the same pid
+    probe = partial_path(path)  # A name of its own: ranks of other hosts may have the same pid.
     create_file(probe).close()
     probe.unlink()
 
@@ -98,7 +98,7 @@ def require_own(folder: Path) -> None:
     """Raise an OSError if other users may write to a folder, or have made the link that leads to it."""
     mine = os.geteuid()
     found = folder.stat()
-    for owner in (found.st_uid, folder.lstat().st_uid or mine):  # root may have made a link
+    for owner in (found.st_uid, folder.lstat().st_uid or mine):  # Root may have made a link.
         if owner != mine:
             raise PermissionError(f"{folder} belongs to user {owner}, and this is user {mine}")
     if found.st_mode & 0o022:

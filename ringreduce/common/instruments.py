@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 LATE_S = 1e-3
 
 _REMEMBERED = 256
-_RECENT = 8  # reports of paces, each of 16 steps, or with more than 16 ranks of as many steps as ranks
+_RECENT = 8  # Reports of paces, each of 16 steps, or with more than 16 ranks of as many steps as ranks.
 
 
 class Instrument:

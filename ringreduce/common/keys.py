@@ -19,7 +19,7 @@ KEY_VARIABLE = "RINGREDUCE_KEY_FILE"
 #: Of a secret, and of each key that is derived from it: AES-256 takes so many.
 KEY_NBYTES = 32
 _HEADER = b"ringreduce key 1\n"
-_MOST_NBYTES = 1024  # of a file; what is longer is no key, and is not read whole
+_MOST_NBYTES = 1024  # The most bytes of a file; a longer one is no key, and is not read whole.
 
 
 class Secret:
@@ -36,7 +36,7 @@ class Secret:
             raise ValueError(f"a secret has {KEY_NBYTES} bytes, and these are {len(raw)}")
         try:
             require_library("cryptography", "cryptography", needed_by="a key", remedy="pip install cryptography")
-        except ImportError as error:  # of a setting: it is to reach all ranks as such an error does
+        except ImportError as error:  # An error of a setting reaches all ranks.
             raise ConfigError(str(error)) from None
         self._raw = raw
 
@@ -78,7 +78,7 @@ def write_secret(path: Path) -> Secret:
         OSError: it cannot be written.
     """
     raw = secrets.token_bytes(KEY_NBYTES)
-    secret = Secret(raw)  # before there is a file, as this needs a library
+    secret = Secret(raw)  # Comes before there is a file, as it needs a library.
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -90,7 +90,7 @@ def write_secret(path: Path) -> Secret:
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        path.unlink()  # half a key
+        path.unlink()  # It may hold half a key.
         raise
     return secret
 
@@ -113,7 +113,7 @@ def read_secret(path: str | Path, variable: str) -> Secret:
         remedy = f"; `ringreduce keygen {path}` makes one" if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{variable}={path}: {error.strerror}{remedy}") from None
     try:
-        require_private(os.fstat(descriptor), path, variable)  # of what was opened: nobody can exchange it in between
+        require_private(os.fstat(descriptor), path, variable)  # Asks the open file: nobody can exchange it in between.
         text = os.read(descriptor, _MOST_NBYTES)
     finally:
         os.close(descriptor)

@@ -148,7 +148,7 @@ class Launch:
 
         launcher, proof = _several(environ, number)
         if launcher is not None and launcher.family == "MPICH" and environ.get("SLURM_MPI_TYPE") == "pmi2":
-            launcher = SRUN  # which speaks MPICH's protocol then
+            launcher = SRUN  # In such a step srun speaks MPICH's protocol.
         folder = environ.get("PMIX_SERVER_TMPDIR", "")
         fence = environ.get("RINGREDUCE_FENCE", "")
         messages = environ.get(MESSAGES_HERE) or environ.get("RINGREDUCE_MESSAGES")
@@ -189,7 +189,7 @@ def _is_own(folder: str) -> bool:
 
 def _job(environ: Mapping[str, str], launcher: Launcher | None) -> str:
     """Return what the launcher calls the job; ranks that ranks have started belong to the same one."""
-    if launcher is SRUN:  # with another launcher, each host may be a step of its own
+    if launcher is SRUN:  # With another launcher, each host may be a step of its own.
         return ".".join(environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return environ.get("PMIX_NAMESPACE", "").partition("@")[0]
 
@@ -206,7 +206,7 @@ def _several(environ: Mapping[str, str], number: Callable[[str], int | None]) ->
         if size is not None and number(each.rank) is not None:
             if size > 1:
                 return each, f"{each.size}={size}"
-            if each is not TORCHRUN:  # it has started this process alone, whatever the others have started
+            if each is not TORCHRUN:  # It has started this process alone, whatever the others have started.
                 return None, ""
     return (LAUNCHERS[0], f"{_PMIX_RANK}={number(_PMIX_RANK)}") if number(_PMIX_RANK) else (None, "")
 

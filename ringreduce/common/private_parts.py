@@ -38,7 +38,7 @@ def missing(parts: Sequence[Part]) -> dict[str, str]:
 def _is_there(part: Part) -> bool:
     try:
         return bool(part.is_there())
-    except Exception:  # whatever a changed library makes of it
+    except Exception:  # A changed library may raise anything.
         return False
 
 

@@ -28,8 +28,8 @@ RANK = "ringreduce-rank"
 _PROGRAMS = {name for each in LAUNCHERS for name in each.programs}
 _LOOK_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)  # now: there must be no import between fork and exec
-_ignored: set[signal.Signals] = set()  # by `ignore`
+_libc = ctypes.CDLL(None, use_errno=True)  # Loaded now: there must be no import between fork and exec.
+_ignored: set[signal.Signals] = set()  # Signals that `ignore` has set.
 _libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
 _libc.signal.restype = ctypes.c_void_p
 _P = TypeVar("_P", bound="ProcessStat")
@@ -107,7 +107,7 @@ class Announcement:
         self._name = name
         self._descriptor: int | None = None
         self._closed = False
-        self._lock = threading.RLock()  # a signal handler may close it in the midst of `replace`
+        self._lock = threading.RLock()  # A signal handler may close it in the midst of `replace`.
 
     def replace(self, text: bytes) -> None:
         """Announce this text in place of the last one. Readers get one of the two, whole.
@@ -141,7 +141,8 @@ class Announcement:
 
 def announced(pid: int, name: str) -> Iterator[bytes]:
     """Yield what a process announces by this name; while that is replaced, also the new text, which may be cut off."""
-    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it has ended, or is somebody else's
+    # The process may have ended, or be somebody else's.
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
             with suppress(OSError):
                 if os.readlink(entry.path).startswith(f"/memfd:{name} "):
@@ -198,7 +199,7 @@ def ignore(number: signal.Signals) -> None:
     that are started, too. A handler in C does neither; this one is a function that changes nothing.
     """
     _ignored.add(number)
-    signal.signal(number, signal.SIG_IGN)  # so that Python leaves it alone at its end
+    signal.signal(number, signal.SIG_IGN)  # Python then leaves it alone at its end.
     _libc.signal(number, ctypes.cast(_libc.abs, ctypes.c_void_p))
 
 
@@ -213,7 +214,7 @@ def end_children_by_sigterm() -> None:
 
     Handlers of this process are for ranks. One that comes before a child has none of them waits until then.
     """
-    masks: dict[int, set[int | signal.Signals]] = {}  # by thread
+    masks: dict[int, set[int | signal.Signals]] = {}  # Masks of signals by thread.
 
     def before() -> None:
         masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -267,7 +268,7 @@ def delayed_s() -> float:
 
 @cache
 def _schedstat(pid: int) -> int:
-    return os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)  # stays open, as it is read in steps of a training
+    return os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)  # It stays open, as it is read in steps of a training.
 
 
 def began(pid: int) -> int | None:
@@ -292,7 +293,7 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os.kill(os.getpid(), number)
-            os._exit(128 + number)  # it may be blocked
+            os._exit(128 + number)  # The signal may be blocked.
 
 
 class Forked:
@@ -302,8 +303,8 @@ class Forked:
         self._lock = threading.Lock()
         self._ended = False
         self._ends: tuple[int, int] | None = None
-        with suppress(OSError):  # no more descriptors: then nobody knows when they end
-            self._ends = os.pipe()  # whose writing end nobody closes but with the last of these processes
+        with suppress(OSError):  # Without a free descriptor nobody knows when they end.
+            self._ends = os.pipe()  # Only the end of the last of these processes closes its writing end.
         if self._ends is not None:
             # Once, when they have ended, or when nobody is left who would ask.
             self._close_reading = weakref.finalize(self, os.close, self._ends[0])
@@ -318,7 +319,7 @@ class Forked:
         """Be counted."""
         if self._ends is not None:
             self._close_reading()
-            self._ends = None  # its number may be another file's from now on
+            self._ends = None  # Its number may be another file's from now on.
 
     @property
     def ended(self) -> bool:
@@ -326,7 +327,7 @@ class Forked:
         with self._lock:
             if not self._ended and self._ends is not None:
                 waiting = select.poll()
-                waiting.register(self._ends[0], 0)  # readable at its end all the same
+                waiting.register(self._ends[0], 0)  # At its end it becomes readable all the same.
                 if waiting.poll(0):
                     self._close_reading()
                     self._ended = True
@@ -335,7 +336,8 @@ class Forked:
 
 def is_multiprocessing_child() -> bool:
     """Return whether `multiprocessing` has started this process, by any of its start methods."""
-    process = sys.modules.get("multiprocessing.process")  # is there in its children, and need not be elsewhere
+    # Children of multiprocessing have imported it, others need not.
+    process = sys.modules.get("multiprocessing.process")
     if process is None:
         return False
     # While a child imports the script again, the first is not set yet.
@@ -351,7 +353,7 @@ def at_exit(function: Callable[[], object]) -> None:
             function()
 
     atexit.register(call)
-    if is_multiprocessing_child():  # most of which skip the exit handlers
+    if is_multiprocessing_child():  # Most of these skip the exit handlers.
         util = importlib.import_module("multiprocessing.util")
         util.Finalize(None, call, exitpriority=0)
 
@@ -367,9 +369,9 @@ def _wait_for_end(pid: int, on_end: Callable[[], None]) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         pass
-    except (OSError, AttributeError):  # a kernel without process descriptors
+    except (OSError, AttributeError):  # This kernel has no process descriptors.
         while os.path.exists(f"/proc/{pid}"):
-            time.sleep(_LOOK_EVERY_S)  # there is nothing to wait on
+            time.sleep(_LOOK_EVERY_S)  # Without a descriptor there is nothing to wait on.
     else:
         waiting = select.poll()
         waiting.register(descriptor, select.POLLIN)

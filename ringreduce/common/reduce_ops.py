@@ -32,7 +32,7 @@ class ReduceOp(enum.Enum):
     MAX = "max"
     PRODUCT = "product"
 
-    __hash__ = object.__hash__  # members are one object each; that of `enum.Enum` is a function in Python
+    __hash__ = object.__hash__  # Members are one object each; that of `enum.Enum` is a function in Python.
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:

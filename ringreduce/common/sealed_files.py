@@ -30,8 +30,8 @@ DISK_VARIABLE = "RINGREDUCE_DISK_KEY_FILE"
 _MAGIC = b"ringreduce sealed 1\n"
 _FINGERPRINT_NBYTES = 8
 _SALT_NBYTES = 32
-_MOST_NBYTES = 1 << 10  # of a head
-_PIECE_NBYTES = 1 << 20  # larger ones are not quicker
+_MOST_NBYTES = 1 << 10  # The most bytes of a head.
+_PIECE_NBYTES = 1 << 20  # Larger pieces are not quicker.
 _TAG_NBYTES = 16
 
 
@@ -223,7 +223,7 @@ class _Sealing(io.RawIOBase):
                 self._piece.clear()
             if not self._piece and len(view) - begin > _PIECE_NBYTES:
                 end = begin + _PIECE_NBYTES
-                self._seal(view[begin:end], is_last=False)  # without a copy
+                self._seal(view[begin:end], is_last=False)  # A view, so that nothing is copied.
             else:
                 end = begin + _PIECE_NBYTES - len(self._piece)
                 self._piece += view[begin:end]
@@ -245,7 +245,8 @@ class _Unsealed(io.RawIOBase):
     """Reads a sealed file at any place."""
 
     def __init__(self, file: BinaryIO, secret: Secret, purpose: str | None) -> None:
-        self._file = file  # first: Python closes this object if what follows raises, and 3.14 reports that it cannot
+        # Comes first: Python closes this object if a later line raises, and 3.14 reports that it cannot.
+        self._file = file
         head = _Head.read(file)
         assert head is not None
         if purpose not in (None, head.purpose):
@@ -257,11 +258,11 @@ class _Unsealed(io.RawIOBase):
         self._count = max(1, -(-nbytes // (_PIECE_NBYTES + _TAG_NBYTES)))
         self._nbytes = nbytes - self._count * _TAG_NBYTES
         self._at = 0
-        self._number = -1  # of the piece that is open
+        self._number = -1  # The number of the open piece.
         most = max(0, min(self._nbytes, _PIECE_NBYTES))
         self._piece = memoryview(bytearray(most))
         self._sealed = memoryview(bytearray(most + _TAG_NBYTES))
-        self._keep(self._count - 1)  # or what is left of a file that was cut would be read first
+        self._keep(self._count - 1)  # Checked first, or a file that was cut would be read up to the cut.
 
     def readable(self) -> bool:
         return True
@@ -320,6 +321,6 @@ class _Unsealed(io.RawIOBase):
         try:
             nonce = _nonce(number, is_last=number == self._count - 1)
             self._cipher.decrypt_into(nonce, sealed[:nbytes], None, piece)
-        except (InvalidTag, ValueError):  # the latter of one that is shorter than it should be
-            piece[:] = bytes(len(piece))  # what was opened before the seal was found wrong
+        except (InvalidTag, ValueError):  # A ValueError means that the piece is shorter than it should be.
+            piece[:] = bytes(len(piece))  # This erases what was opened before the seal was found wrong.
             raise ValueError("it was changed, cut, or put in the place of another file") from None

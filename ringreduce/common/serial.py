@@ -29,7 +29,7 @@ class SerialTask:
         self._call: Callable[[], object] | None = call
         self._name = name
         self._lock = threading.Lock()
-        self._over = threading.Lock()  # held until it has ended; an Event takes ten times as long to make and set
+        self._over = threading.Lock()  # Held until it has ended; an Event takes ten times as long to make and set.
         self._over.acquire()
         self._then: list[Callable[[], object]] = []
         self.done = False
@@ -81,7 +81,7 @@ class SerialTask:
         if not self.done:
             if not self._over.acquire(timeout=-1 if timeout_s is None else timeout_s):
                 raise CollectiveTimeoutError(f"waited {timeout_s:g} s for {self._name}, which is still running")
-            self._over.release()  # for others that wait
+            self._over.release()  # Lets others that wait go on.
         if self.error is not None:
             raise self.error
 
@@ -103,7 +103,7 @@ class InOrder:
         self._lifetime = lifetime
         self._threads = threads
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # held while a call runs; taken in the order of the calls
+        self._turn = threading.Lock()  # Held while a call runs; taken in the order of the calls.
         self._pending = 0
         self._queue: queue.SimpleQueue[SerialTask | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -135,7 +135,7 @@ class InOrder:
             inline = not self._threads or (here and not self._pending)
             self._pending += 1
             if inline:
-                self._turn.acquire()  # at once where nothing is pending
+                self._turn.acquire()  # It takes no time where nothing is pending.
             else:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -160,7 +160,7 @@ class InOrder:
 
     def _work(self) -> None:
         while (task := self._queue.get()) is not None:
-            with self._turn, suppress(BaseException):  # the task has kept it for those who wait
+            with self._turn, suppress(BaseException):  # The task has kept its error for those who wait.
                 task.run()
             self._finished()
             del task

@@ -64,10 +64,10 @@ class CommitStore:
         self._keep = keep
         self._write = write
         self._read = read
-        self._waiting: dict[str, tuple[int, Any, Mapping[str, Any]]] = {}  # by part, what is to be written
+        self._waiting: dict[str, tuple[int, Any, Mapping[str, Any]]] = {}  # By part, what is to be written.
         self._writer = ThreadPoolExecutor(1, "ringreduce writes commits")
         self._last: Future[None] | None = None
-        self._has_said = False  # to the launcher that there is a commit of this job
+        self._has_said = False  # Whether the launcher knows that there is a commit of this job.
 
     def put(self, number: int, content: Any, part: str = "", said: Mapping[str, Any] | None = None) -> None:
         """Have a commit written; returns at once.
@@ -89,10 +89,10 @@ class CommitStore:
     def settle(self) -> None:
         """Return when everything is written."""
         settled: Future[None] | None = None
-        while settled is not self._last:  # what is written may have more written
+        while settled is not self._last:  # A write may have started another one.
             settled = self._last
             if settled is not None:
-                settled.result()  # one thread does one thing after the other
+                settled.result()  # One thread makes all writes, one after the other.
 
     def prepare(self) -> None:
         """Make the folder, and remove the partial commits of writers that have died.
@@ -117,7 +117,7 @@ class CommitStore:
                 except ForeignFileError as error:
                     raise ForeignFileError(f"{path.name}: {error}") from None
                 except (OSError, ValueError):
-                    pass  # it cannot be used, which is said where commits are examined
+                    pass  # It cannot be used; the examination of commits says so.
 
     def has(self, number: int, part: str = "") -> bool:
         """Return whether a part of a commit is whole; log the reason if it is not."""
@@ -208,7 +208,7 @@ class CommitStore:
         """Return the reason why a part of a commit cannot be used; empty if it can."""
         try:
             self._require_whole(number, part)
-        except Exception as error:  # whatever a truncated or foreign file leads to
+        except Exception as error:  # A truncated or foreign file may raise anything.
             return str(error) or type(error).__name__
         return ""
 
@@ -225,18 +225,18 @@ class CommitStore:
 
     def _write_waiting(self, part: str) -> None:
         if part not in self._waiting:
-            return  # what came later was written in its place
+            return  # A later commit was written in its place.
         number, content, said = self._waiting.pop(part)
         try:
             self._store(number, content, part, said)
-        except Exception:  # a full disk, or what cannot be pickled: the training goes on
+        except Exception:  # With a full disk, or an object that cannot be pickled, the training goes on.
             _log.exception("commit %d was not written to %s", number, self.folder)
 
     def _store(self, number: int, content: Any, part: str, said: Mapping[str, Any]) -> None:
         path = self._path(number, part)
         self._replace(path, lambda file: self._write(content, file))
         try:
-            self.load(number, part)  # what cannot be read again is no commit
+            self.load(number, part)  # A file that cannot be read again is no commit.
         except Exception:
             path.unlink()
             raise
@@ -247,7 +247,7 @@ class CommitStore:
             notify_launcher("has a commit")
         # Those of higher numbers, which were there and could not be used, do not count.
         kept = [each for each in self._numbers(part) if each <= number]
-        if len(kept) <= self._keep:  # a part that is new here says nothing of which commits are whole
+        if len(kept) <= self._keep:  # A part that is new here says nothing of which commits are whole.
             return
         for each in self.folder.iterdir():
             found = _NAME.fullmatch(each.name)

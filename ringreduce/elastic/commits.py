@@ -90,17 +90,18 @@ class DiskCommits(CommitStore):
         replicas: int = 1,
         key_file: str | None = None,
     ) -> None:
-        least = 1 if replicas == 1 else 2  # one that is whole, and one that not all have written yet
+        least = 1 if replicas == 1 else 2  # One that is whole, and with replicas one that not all have written yet.
         super().__init__(folder, max(keep, least), write=write, read=read)
         self._key_file = key_file
         self._every = every
         self._replicas = replicas
         self._begins_with_own = False
         self._run = ""
-        self._stored = self._known = _NONE  # the last commit that this rank has written; that was on some disk
-        self._begun: tuple[_Commit, ...] = ()  # as for `_WholePart`
-        self._parts: list[str] = []  # that this rank has written last
-        self._replaced = ""  # why this rank may not write any more
+        # The last commit that this rank has written, and the last that was on some disk.
+        self._stored = self._known = _NONE
+        self._begun: tuple[_Commit, ...] = ()  # The same as of `_WholePart`.
+        self._parts: list[str] = []  # Parts that this rank has written last.
+        self._replaced = ""  # Why this rank may not write any more.
         self._skipped: tuple[int, Callable[[], Mapping[str, Any]], Mapping[str, Any], Mapping[str, Any]] | None = None
         self.number: int | None = None
 
@@ -134,7 +135,7 @@ class DiskCommits(CommitStore):
         self._place_copies()
         examined = allgather_object((self._examined(has_own=has_own), self._last_run()))
         found = [pieces for pieces, _ in examined]
-        held: dict[tuple[_Commit, str], list[int]] = {}  # by what is whole, on whose disks
+        held: dict[tuple[_Commit, str], list[int]] = {}  # By whole commit and part, on whose disks it is.
         for holder, pieces in enumerate(found):
             for piece in pieces:
                 held.setdefault((piece.commit, piece.part), []).append(holder)
@@ -214,13 +215,13 @@ class DiskCommits(CommitStore):
         self._require_not_replaced()
         if not self._copies.holds:
             self._place_copies()
-            last, begun = max(allgather_object((self._run, self._begun)))  # a rank may have missed one
+            last, begun = max(allgather_object((self._run, self._begun)))  # A rank may have missed one.
             self._begun = (_Commit(last, number - 1), *begun)
             self._run = following(last)
         copies = self._copies
         keeps_common = rank() in copies.keepers(None)
         parts: dict[str, Any] = {}
-        if own or (copies.speaks and not keeps_common):  # a host that keeps nothing else knows by it of lost commits
+        if own or (copies.speaks and not keeps_common):  # A host that keeps nothing else knows by it of lost commits.
             parts[_part_of(rank())] = {"objects": own, "values": {}, "size": size()}
         if copies.count > 1:
             forced |= self._every > 1
@@ -311,8 +312,9 @@ class DiskCommits(CommitStore):
     def _piece(self, number: int, part: str) -> _WholePart:
         said = self.description(number, part)
         known = _Commit(*said.get("known", _NONE))
-        begun = tuple(_Commit(*each) for each in said.get("from", [said.get("begun", _NONE)]))  # the second is older
-        ranks = said.get("size") or (0 if part else self.load(number)["size"])  # where the description has none
+        # Older commits have "begun".
+        begun = tuple(_Commit(*each) for each in said.get("from", [said.get("begun", _NONE)]))
+        ranks = said.get("size") or (0 if part else self.load(number)["size"])  # Older descriptions have no size.
         return _WholePart(_Commit(said.get("run", ""), number), part, size=ranks, known=known, begun=begun)
 
     def _require_none_lost(self, chosen: _Commit | None, known: _Commit, *, lacks_parts: bool) -> None:
@@ -342,12 +344,13 @@ class DiskCommits(CommitStore):
         ]
         reason = ""
         while missing:
-            now = {(source, keeper): part for source, keeper, part in missing}  # one at a time, from one to another
+            # In each round a rank sends another one at most one part.
+            now = {(source, keeper): part for source, keeper, part in missing}
             sent = {}
             for keeper, part in ((keeper, part) for (source, keeper), part in now.items() if source == rank()):
                 try:
                     sent[keeper] = part, self.parcel(commit.number, part)
-                except OSError as error:  # the others wait for this rank; all learn the reason at the end
+                except OSError as error:  # The others wait for this rank; all learn the reason at the end.
                     reason = str(error)
             for part, parcel in alltoall_object(sent).values():
                 try:
@@ -410,7 +413,7 @@ def _line(commits: Sequence[_Commit], begun: Mapping[str, Sequence[_Commit]]) ->
         commits: all, ascending.
         begun: by run, the commits from which it has come, as for `_WholePart`.
     """
-    last: dict[str, int] = {}  # by run, the last number in it that counts
+    last: dict[str, int] = {}  # By run, the last number in it that counts.
     before = commits[-1:]
     while before:
         for commit in before:
@@ -446,7 +449,7 @@ def require_seen_by_all(folder: str) -> None:
         refused = ConfigError(f"commits cannot be kept in {folder}: rank 0: {reason}")
         record_refusal("keep_on_disk", refused)
         raise refused
-    seen = allgather_object(os.path.exists(probe))  # that of a path raises where a folder may not be entered
+    seen = allgather_object(os.path.exists(probe))  # Path.exists raises where a folder may not be entered.
     if rank() == 0:
         probe.unlink()
     if not all(seen):

@@ -77,7 +77,7 @@ def _seen(folder: Path) -> list[int]:
         create_file(probe).close()
     names = allgather_object(probe.name)
     disk = next((each for each, name in enumerate(names) if os.path.exists(folder / name)), rank())
-    disks = allgather_object(disk)  # all have looked
+    disks = allgather_object(disk)  # By now all have looked.
     with suppress(OSError):
         probe.unlink()
     return disks

@@ -35,7 +35,7 @@ __all__ = ["HandlingState", "LoaderStateHandler", "OwnStateHandler", "SamplerSta
 
 _log = logging.getLogger(__name__)
 
-_OF_RANK_0 = " of rank 0"  # ends the name of its loader's state in a commit, for other numbers of ranks
+_OF_RANK_0 = " of rank 0"  # Ends the name of its loader's state in a commit, for other numbers of ranks.
 
 
 class HandlingState(ObjectState):
@@ -50,13 +50,14 @@ class HandlingState(ObjectState):
     def __init__(self, **kwargs: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
         self._whole_every = 1
-        self._whole = 0  # the commit that was copied whole last
-        self._number_being_saved: int | None = None  # the commit that is being copied
+        self._whole = 0  # The commit that was copied whole last.
+        self._number_being_saved: int | None = None  # The commit that is being copied.
         self._whole_is_due = False
-        self._small: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the last, if it was not: handlers, values
-        self._places: dict[str, Any] = {}  # of rank 0's loaders in the commit that the job has begun with
-        self._stays_apart = False  # until the next sync, as all ranks have begun with objects of their own
-        self._own: dict[int, dict[str, Any]] = {}  # what is this rank's own, by the commits that others may go on from
+        # Handlers and values of the last commit, if it was not copied whole.
+        self._small: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._places: dict[str, Any] = {}  # Places of rank 0's loaders in the commit that the job has begun with.
+        self._stays_apart = False  # Until the next sync: all ranks have begun with objects of their own.
+        self._own: dict[int, dict[str, Any]] = {}  # This rank's own objects, by the commits that others may go on from.
         super().__init__(broadcast_object, rank, **{name: value for name, value in kwargs.items() if value is not None})
 
     def keep_in_memory(self, every: int) -> None:
@@ -151,7 +152,7 @@ class HandlingState(ObjectState):
             HandlingState.keep_on_disk(self, folder, replicas=replicas)
         except (LostCommitsError, ReplacedError, SealedCommitsError):
             raise
-        except ConfigError as error:  # on all ranks; the program trains on as one that does not grow
+        except ConfigError as error:  # All ranks have it; the program trains on as one that does not grow.
             if rank() == 0:
                 _log.error("the job cannot grow: %s", error)
 
@@ -163,12 +164,12 @@ class HandlingState(ObjectState):
             return f"lacks {', '.join(sorted(lacking))}; is it another program's?"
         objects = content["objects"]
         for name in _loaders(self._handlers):
-            objects.pop(name, None)  # older commits have rank 0's there, as if it were that of all
+            objects.pop(name, None)  # Older commits have rank 0's there, as if it were that of all.
             if name + _OF_RANK_0 in objects:
                 self._places[name] = objects[name + _OF_RANK_0]
         try:
             self._take(content)
-        except Exception as error:  # whatever a framework says of another model's state
+        except Exception as error:  # A framework may raise anything for another model's state.
             return f"does not fit: {error}"
         return ""
 
@@ -195,7 +196,7 @@ class HandlingState(ObjectState):
         pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
 
     def _read(self, file: BinaryIO) -> Any:
-        return pickle.load(file)  # written by this program; a binding that has a safer way overrides both
+        return pickle.load(file)  # This program has written it; a binding that has a safer form overrides both.
 
     def _find_handler(self, value: Any) -> StateHandler | None:
         """Return a handler for an object; None: it is kept by value."""
@@ -258,7 +259,7 @@ class HandlingState(ObjectState):
 
     def sync(self) -> None:
         if rank() != 0:
-            self._small = None  # what arrives is written where nobody counts changes
+            self._small = None  # Nobody counts the changes that arrive.
         # Nothing is saved, and no number of commits taken over, before all is there: rank 0 may die in the midst.
         apart = self._own_parts() if self._stays_apart else {}
         for name, handler in self._handlers.items():
@@ -291,14 +292,14 @@ class HandlingState(ObjectState):
             finally:
                 self._number_being_saved = None
         else:
-            self._small = None  # invalid once the first handler has noted something new
+            self._small = None  # Invalid once the first handler has noted something new.
             handlers = {name: handler.copy_small() for name, handler in self._handlers.items()}
             self._small = (handlers, self._copied_values())
             self._own = {}
             self._commits = number
         if audited() and self._small is None:
             _audit(self._commits, self._handlers)
-        if number % self._whole_every == 0 or disk is not None:  # which is so on all ranks
+        if number % self._whole_every == 0 or disk is not None:  # This is so on all ranks.
             collect_records(allgather_object)
         if disk is not None:
             objects = {name: each for name, each in self._handlers.items() if each._saved is not None}

@@ -32,7 +32,7 @@ class StateHandler:
     returns_new_state = False
     differs = False
     notes_steps: bool | None = None
-    _saved: Any = None  # the last copy, which nobody changes; subclasses may keep theirs elsewhere
+    _saved: Any = None  # The last copy, which nobody changes; subclasses may keep theirs elsewhere.
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -61,7 +61,7 @@ class StateHandler:
 
     def restore(self) -> None:
         """Load the last copy."""
-        self._load(self._copied(self._saved))  # a copy: the object may keep these arrays
+        self._load(self._copied(self._saved))  # A copy: the object may keep these arrays.
 
     def _copied(self, state: Any) -> Any:
         return state if self.returns_new_state else copy.deepcopy(state)
@@ -119,7 +119,7 @@ class LoaderStateHandler(OwnStateHandler):
     """Keeps a loader: each rank has its own place in the data, and it needs the ranks that have used it."""
 
     returns_new_state = False
-    _size: int | None = None  # of the world in which it was used
+    _size: int | None = None  # Size of the world in which it was used.
 
     def sync(self) -> None:
         """Prepare it for the present ranks. Collective."""

@@ -71,28 +71,28 @@ class State:
     """
 
     commits = _Commits()
-    _disk: DiskCommits | None = None  # where another job finds what is committed
+    _disk: DiskCommits | None = None  # Another job finds the commits there.
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
         self._bcast_object = bcast_object
         self._callbacks: list[Callable[[], object]] = []
-        self._updates: deque[int] = deque()  # which other threads may append to
+        self._updates: deque[int] = deque()  # Other threads may append to it.
         self._complained = False
         self._commits = 0
 
     def save(self) -> None:
         """Copy everything, in this process's memory."""
-        raise NotImplementedError  # subclasses know how
+        raise NotImplementedError
 
     def restore(self) -> None:
         """Load the last copy."""
-        raise NotImplementedError  # subclasses know how
+        raise NotImplementedError
 
     def sync(self) -> None:
         """Make all ranks hold rank 0's values, and take a copy. Collective."""
-        raise NotImplementedError  # subclasses know how
+        raise NotImplementedError
 
     def reset(self) -> None:
         """Prepare for other ranks than before; called when they are connected. Does nothing unless overridden."""
@@ -198,7 +198,8 @@ class State:
     def on_reset(self) -> None:
         """Prepare for the new ranks, and call the reset callbacks."""
         self._updates.clear()
-        runtime.hosts_changed()  # of the ranks that there were; what holds still, the launcher says again
+        # Forgets what the former ranks were told: the launcher says it again if it still holds.
+        runtime.hosts_changed()
         self.reset()
         for callback in self._callbacks:
             callback()
@@ -338,7 +339,7 @@ def _repeated(
                     state.on_reset()
                 if not skip_sync:
                     state.sync()
-                    commits = state._commits  # the same on all ranks by now
+                    commits = state._commits  # All ranks have the same by now.
                 result = _until_other_hosts(func, state, *args, **kwargs)
                 if state._disk is not None:
                     state._disk.put_last(state._commits)
@@ -363,7 +364,7 @@ def _repeated(
                 restarts = 0
             failure = None
             begun_anew = True
-            gc.collect()  # the error's traceback was part of what holds the memory of the old world
+            gc.collect()  # The error's traceback held memory of the old world.
             commits = state._commits
 
     return repeated
@@ -391,7 +392,7 @@ def _end_for_next_job(state: State) -> NoReturn:
 
 def _end(status: int) -> NoReturn:
     """End this rank; all do, and the commit for the next job is on disk."""
-    with suppress(CollectiveError):  # a rank that dies now leaves nothing behind
+    with suppress(CollectiveError):  # A rank that dies now leaves nothing behind.
         runtime.shutdown()
     sys.exit(status)
 
@@ -421,10 +422,10 @@ def _reconnect(state: State, failure: CollectiveError | None) -> bool:
     before = runtime.size()
     doubtful: set[int] = set()
     _log.warning("a rank of %d may have failed; others continue from commit %d: %s", before, state._commits, failure)
-    while True:  # each time, another rank has failed
+    while True:  # In each round another rank has failed.
         try:
             doubtful.update(runtime.go_on(failure, state._commits).doubtful)
-            doubtful_to_all = set.intersection(*allgather_object(doubtful))  # one that knows of a death is enough
+            doubtful_to_all = set.intersection(*allgather_object(doubtful))  # One that knows of a death is enough.
         except PeerLostError as another:
             failure = another
         else:
@@ -473,6 +474,6 @@ def _behind(error: Exception) -> CollectiveError | None:
 
 def _is_a_change_of_ranks(error: CollectiveError) -> bool:
     if launch().survives_deaths and isinstance(error, (TransportError, CollectiveTimeoutError)):
-        return True  # a rank that has given up or does not come is excluded, unless it comes to recover, too
+        return True  # A rank that has given up or does not come is excluded, unless it comes to recover, too.
     # The base class alone: programs raise it, under Horovod's name for it, to say so.
     return isinstance(error, PeerLostError) or type(error) is CollectiveError

@@ -57,11 +57,11 @@ class AwareAllreduce(OnDevice):
 
     def __init__(self, context: Context, driver: CupyDriver, reason: str) -> None:
         super().__init__(context, driver)
-        self._stream = driver.make_stream()  # for sums, which need not wait for the user's
+        self._stream = driver.make_stream()  # Sums need not wait for the user's stream.
         self._computed = driver.make_event()
         self._ready = driver.make_event()
         self._memory: dict[tuple[int, int], int] = {}  # (which piece of a plan, its bytes) -> where it is
-        self._plans: dict[int, _Plan] = {}  # by signature; the same on all ranks, as they make plans together
+        self._plans: dict[int, _Plan] = {}  # By signature; the same on all ranks, as they make plans together.
         self._broken = False
         self.description = f"CUDA-aware MPI, with CuPy's sums ({reason})"
 

@@ -17,10 +17,10 @@ from ringreduce.common.reduce_ops import ReduceOp
 _SUCCESS = 0
 _NO_MEMORY = 2
 _NOT_READY = 600
-_COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which memory is meant
-_REGISTERED = 1  # pinned for all contexts of the process
-_NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
-_HIGHEST_PRIORITY = -100  # lower numbers go first, and what is out of range counts as the highest there is
+_COPY_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which memory is meant.
+_REGISTERED = 1  # Pinned for all contexts of the process.
+_NON_BLOCKING = 1  # A stream that does not wait for the legacy default stream.
+_HIGHEST_PRIORITY = -100  # Lower numbers go first, and one out of range counts as the highest there is.
 _UUID_NBYTES = 16
 
 #: The functions of NumPy and CuPy that combine two arrays.
@@ -157,7 +157,7 @@ class CupyDriver:
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave; waits for the device."""
-        self._ask(self._runtime.deviceSynchronize)  # which `cudaFree` may do or not
+        self._ask(self._runtime.deviceSynchronize)  # `cudaFree` may do this or not.
         self._ask(self._runtime.free, address)
 
     def register(self, address: int, nbytes: int) -> None:
@@ -282,7 +282,7 @@ class _Foreign:
     stream: Stream
 
     def __cuda_stream__(self) -> tuple[int, Stream]:
-        return 0, self.stream  # the protocol's version
+        return 0, self.stream  # The first number is the protocol's version.
 
 
 def on_stream(cupy: Any, stream: Stream) -> AbstractContextManager[object]:
@@ -309,7 +309,7 @@ def reduced(xp: Any, arrays: Sequence[Any], arithmetic: Arithmetic, size: int) -
     for each in arrays[1:]:
         fold(total, _widened(xp, each, dtype), out=total)
     if arithmetic.op is ReduceOp.AVERAGE:
-        parts = total.view(total.real.dtype)  # of complex numbers both parts, as NumPy divides them
+        parts = total.view(total.real.dtype)  # Both parts of complex numbers, as NumPy divides them.
         xp.true_divide(parts, parts.dtype.type(size), out=parts)
     return _narrowed(xp, total, dtype)
 
@@ -343,7 +343,7 @@ def cupy_tools(local_rank: int = 0) -> CupyTools:
     Raises:
         UnsupportedBufferError: CuPy is missing, or finds no GPU.
     """
-    cuda_driver()  # which says what is missing
+    cuda_driver()  # Raises, and says what is missing.
     import cupy
 
     number = local_rank % cupy.cuda.runtime.getDeviceCount()

@@ -285,7 +285,7 @@ class Gpu(Devices):
         for part in parts:
             try:
                 part.abandon()
-            except Exception as error:  # of the device, which follows from the failure
+            except Exception as error:  # An error of the device follows from the failure.
                 _log.debug("in giving up the GPU: %s", error)
 
     def _parts(self) -> list[Staging | OnDevice]:
@@ -311,7 +311,7 @@ def _awareness(context: Context) -> CudaAwareness:
         return CudaAwareness(False, f"the library cannot be asked: {error}")
 
 
-@cache  # once in a process, however many process sets use it
+@cache  # Once in a process, however many process sets use it.
 def _warn_of_no_report(name: str) -> None:
     _log.warning(
         "%s reduces arrays on GPUs, as asked for, and no report of scripts/gpu_check has been committed for it: check "

@@ -53,7 +53,7 @@ def take_inventory() -> Inventory:
         return Inventory(
             driver, driver_cuda, packages=packages, cupy_cuda=cupy_cuda, nccl=nccl_version(), devices=devices
         )
-    except Exception as error:  # a broken installation fails in many ways, and this is where one looks for why
+    except Exception as error:  # A broken installation fails in many ways, and this is where one looks for why.
         problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         return Inventory(driver, driver_cuda, packages, problem=problem)
 
@@ -84,7 +84,7 @@ def _cupy_packages() -> tuple[str, ...]:
 def nccl_version() -> int:
     """Return the version of the NCCL that CuPy finds, 22703 for 2.27.3; 0 without CuPy or NCCL. Uses no GPU."""
     try:
-        import cupy.cuda.nccl as library  # which is no attribute of CuPy 14 before it is imported
+        import cupy.cuda.nccl as library  # CuPy 14 has no such attribute before this import.
 
         return int(library.get_version()) if library.available else 0
     except Exception:  # CuPy comes without one, or with one that does not load

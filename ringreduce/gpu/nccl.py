@@ -116,8 +116,8 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
         if made.set_running_or_notify_cancel():
             made.set_result(ranks)
         else:
-            with suppress(TransportError):  # no other rank may be there
-                ranks.abort()  # left to Python, it would wait for all the others once more
+            with suppress(TransportError):  # No other rank may be there.
+                ranks.abort()  # Left to Python, it would wait for all the others once more.
 
     threading.Thread(target=connect, name="ringreduce nccl", daemon=True).start()
     # Shorter than the ranks wait for each other over messages, where one that failed at once is by then.
@@ -178,13 +178,13 @@ class NcclAllreduce(OnDevice):
             unique_id = together(messages, lambda: nccl.unique_id().hex() if messages.rank == 0 else "")
             unique_id = exchange_json(messages, unique_id)[0]
             connect = partial(_connect, nccl, messages, context.waiter, bytes.fromhex(unique_id))
-            ranks = together(messages, connect, lambda ranks: ranks.abort())  # to close them would take all the others
+            ranks = together(messages, connect, lambda ranks: ranks.abort())  # To close them would take all the others.
         except StepFailedError as error:
             return str(error)
         try:
             return cls(context, driver, nccl=nccl, ranks=ranks)
         except TransportError:
-            ranks.abort()  # or Python would destroy it, which waits for all ranks
+            ranks.abort()  # Python would destroy it, which waits for all ranks.
             raise
 
     def supports(self, dtype: DType, op: ReduceOp) -> bool:
@@ -214,7 +214,7 @@ class NcclAllreduce(OnDevice):
             ranks.allreduce(source, target, arithmetic.count, dtype, op, stream)
             self._driver.record(self._done, stream)
         except MismatchError:
-            raise  # nothing was enqueued, and all ranks know
+            raise  # Nothing was enqueued, and all ranks know.
         except RingReduceError:
             self.abandon()
             raise
@@ -260,7 +260,7 @@ def cupy_nccl(number: int) -> Nccl:
         raise UnsupportedBufferError(f"NCCL takes CuPy: {INSTALL_CUPY} ({error})") from error
     try:
         import cupy.cuda.nccl as library
-    except ImportError:  # with CuPy, but the shared library is missing
+    except ImportError:  # CuPy has the module, but the shared library is missing.
         library = None
     if not getattr(library, "available", False):
         raise UnsupportedBufferError(
@@ -301,7 +301,7 @@ class Nccl:
             return make(size, unique_id, rank)
         try:
             return make(size, tuple(np.frombuffer(unique_id, np.int8).tolist()), rank)
-        except OverflowError:  # chars without a sign; nothing was asked of NCCL yet
+        except OverflowError:  # Chars are without a sign here; nothing was asked of NCCL yet.
             return make(size, tuple(unique_id), rank)
 
 

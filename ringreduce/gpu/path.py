@@ -32,7 +32,7 @@ class OnDevice(ABC):
     def __init__(self, context: Context, driver: CupyDriver) -> None:
         self._context = context
         self._driver = driver
-        self._done = driver.make_event()  # with the last call
+        self._done = driver.make_event()  # Recorded at the end of the last call.
 
     @property
     def choice(self) -> Choice:

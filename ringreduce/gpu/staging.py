@@ -235,7 +235,7 @@ class _HostBlock:
     def _pin(self) -> bool:
         try:
             self._driver.register(self._address, self.nbytes)
-        except TransportError as error:  # nothing is wrong without, only slow
+        except TransportError as error:  # Nothing is wrong without, only slow.
             _log.warning("copies to and from the GPU will be slow, as host memory cannot be pinned: %s", error)
             return False
         return True

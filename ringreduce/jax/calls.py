@@ -279,7 +279,7 @@ def _in_buckets(call: CompiledCall, shapes: Sequence[Shape], step: StepReduction
     names = [] if step is None else step.names()
     for count, bucket in enumerate(buckets):
         members = [numbers[index] for index in bucket]
-        name = call.name if count == 0 else f"{call.name}, bucket {count}"  # the first compares how many there are
+        name = call.name if count == 0 else f"{call.name}, bucket {count}"  # The first one compares how many there are.
         part = call._replace(name=name, part=f", bucket {count} of {len(buckets)}" if len(buckets) > 1 else "")
         if step is not None:
             part = part._replace(first=count == 0, last=count == len(buckets) - 1)
@@ -334,7 +334,7 @@ def _handle(text: bytes, arguments: ffi.XlaArrays, results: ffi.XlaArrays, other
         return
     process_set = _sets[call.ranks]
     key = text, arguments.layout, results.layout, ref(process_set.engine) if process_set.connected else None
-    repeated = _repeated.pop(key, None)  # other threads come here, too
+    repeated = _repeated.pop(key, None)  # Taken out, as other threads come here, too.
     if repeated is None:
         _repeated.make_room()
         repeated = _Repeated.of(call, arguments, results)
@@ -363,7 +363,7 @@ def _numbered(texts: Sequence[str]) -> list[str]:
     calls = [_read(text.encode()) for text in texts]
     names = Counter((call.name, call.ranks) for call in calls if call.first)
     seen: Counter[Any] = Counter()
-    which: dict[str | None, str] = {}  # by place: what the further parts of a step are called after its first one
+    which: dict[str | None, str] = {}  # By place, the names of the further parts of a step.
     made = []
     for call in calls:
         name = call.name, call.ranks

@@ -26,10 +26,10 @@ from jax.experimental import io_callback
 from ringreduce.training.binding.error_text import described
 
 TARGET = "ringreduce"
-ORDERED = "ringreduce_in_order"  # takes a token behind its arguments, and returns one
-_API_VERSION = 1  # of the interface to JAX, not of XLA's
-_METADATA = 1  # the type of the extension that asks what a target was made for
-_INTERNAL = 13  # the code of errors, as of absl
+ORDERED = "ringreduce_in_order"  # It takes a token behind its arguments, and returns one.
+_API_VERSION = 1  # Version of the interface to JAX, not of XLA's.
+_METADATA = 1  # The type of the extension that asks what a target was made for.
+_INTERNAL = 13  # The code of errors, as of absl.
 
 #: Takes the text of a `call`, the memory of its arguments, that of its results, and what returns the memory of the
 #: arrays that the call is ``after``.
@@ -37,16 +37,16 @@ Handler = Callable[[bytes, "XlaArrays", "XlaArrays", Callable[[], "XlaArrays"]],
 
 # All structures begin with their size and the address of an extension.
 _FRAME = Struct("@NP PPi NPqPP NPqPP NPqPPP")  # API, context, stage; arguments, results, attributes: see `XlaArrays.of`
-_BUFFER = Struct("@NP iPqP")  # dtype, address, number of dimensions, dimensions
-_EXTENSION = Struct("@NiPP")  # of type `_METADATA`: type, the next one, the structure to fill
-_ERROR = Struct("@NP Pi")  # message, code
-_TEXT = Struct("@PN")  # address, length
+_BUFFER = Struct("@NP iPqP")  # Fields: dtype, address, number of dimensions, dimensions.
+_EXTENSION = Struct("@NiPP")  # Fields, with type `_METADATA`: type, the next one, the structure to fill.
+_ERROR = Struct("@NP Pi")  # Fields: message, code.
+_TEXT = Struct("@PN")  # Fields: address, length.
 _ADDRESS = Struct("@P")
 #: Where in that structure the version is that a target was made for; where the API has its own, and what makes errors.
 _MADE_FOR_OFFSET = 24
 _VERSION_OFFSET = 32
 _CREATE_ERROR_OFFSET = 48
-_VERSION_NBYTES = 8  # major and minor, whole numbers of 32 bits
+_VERSION_NBYTES = 8  # Major and minor, whole numbers of 32 bits.
 
 #: XLA's numbers of the dtypes that collectives take.
 _DTYPES: dict[int, npt.DTypeLike] = {
@@ -146,7 +146,8 @@ def register(handler: Handler) -> None:
 
             handler(text, XlaArrays.of(results_count, arguments), XlaArrays.of(results_count, results), others)
         except BaseException as error:
-            awaited = getattr(inspect.currentframe(), "f_back", None) is not None  # else this is a thread of XLA
+            # Without a caller in Python this is a thread of XLA.
+            awaited = getattr(inspect.currentframe(), "f_back", None) is not None
             message = ctypes.create_string_buffer(described(error, awaited=awaited).encode(errors="replace"))
             said = _ERROR.pack(_ERROR.size, 0, ctypes.addressof(message), _INTERNAL)
             create: Any = _create_error(*_read(_ADDRESS, api + _CREATE_ERROR_OFFSET))
@@ -163,7 +164,7 @@ def register(handler: Handler) -> None:
 
 _create_error = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 _kept: list[Any] = []  # C does not know that it holds a function of Python
-_handlers: list[Handler] = []  # the one that is registered
+_handlers: list[Handler] = []  # It has the one that is registered.
 
 
 def call(
@@ -229,5 +230,5 @@ def _carry_out(
             text.encode(), XlaArrays.holding(arguments), XlaArrays.holding(results), lambda: XlaArrays.holding(others)
         )
     except BaseException as error:
-        raise RuntimeError(described(error, awaited=False)) from None  # as `register` does for programs on the CPU
+        raise RuntimeError(described(error, awaited=False)) from None  # Like `register` for programs on the CPU.
     return results

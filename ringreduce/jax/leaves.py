@@ -16,7 +16,7 @@ from ringreduce.common.errors import UnsupportedBufferError
 
 def is_sparse(leaf: Any) -> bool:
     """Return whether a part of a tree is a sparse array: to reduce would be its values, but not its indices."""
-    sparse = sys.modules.get("jax.experimental.sparse")  # of a program that has such arrays
+    sparse = sys.modules.get("jax.experimental.sparse")  # Only a program with such arrays has imported it.
     return sparse is not None and isinstance(leaf, sparse.JAXSparse)
 
 
@@ -59,7 +59,7 @@ def usable(leaf: Any) -> Any:
             f"a leaf of the tree is of type {type(leaf).__name__}, which is no array; use broadcast_object or "
             "allgather_object for other things"
         ) from error
-    DType.of(array.dtype)  # raises for dtypes that collectives do not take
+    DType.of(array.dtype)  # Raises for dtypes that collectives do not take.
     return array
 
 

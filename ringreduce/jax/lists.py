@@ -121,7 +121,7 @@ class HostReduction:
                 self._beside = NOTHING
             values = lambda: list(map(np.asarray, beside))  # noqa: E731
             reduced = self._reduced(call.operation, list(map(np.asarray, arrays)), values)
-            return [jnp.array(each) for each in reduced]  # copies
+            return [jnp.array(each) for each in reduced]  # These are copies.
         shapes = [each.shape for each in arrays]
         count = len(arrays)
         how: dict[str, Any] = {"batched": None, "always": True}

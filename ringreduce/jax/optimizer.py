@@ -355,7 +355,7 @@ class _Compressed:
 
     def begin(self, ranks: Communicator) -> State:
         """Return the residual before the first call, by name: on each rank its own. Collective."""
-        if isinstance(self._reducer, WireState):  # its parts depend on how arrays travel between nodes
+        if isinstance(self._reducer, WireState):  # Its parts depend on how arrays travel between nodes.
             self._reducer.reduce(ranks, np.zeros(self._bounds[-1], np.float32), average=False)
         return self._reducer.state_dict()
 

@@ -46,7 +46,7 @@ class _Program:
 
     def put_in_order(self, ordered: str, numbered: Callable[[Sequence[str]], Sequence[str]]) -> None:
         """See the function of this name."""
-        if "main" not in self._functions or self._count_of("main") < 2:  # one call has no order
+        if "main" not in self._functions or self._count_of("main") < 2:  # One call has no order.
             return
         (main,) = self._functions["main"].regions[0].blocks
         self._inline(main)
@@ -63,7 +63,7 @@ class _Program:
     def _count_of(self, name: str) -> int:
         """Return how many calls a function makes, each place counted, and those of loops twice."""
         if name not in self._counts:
-            self._counts[name] = 0  # no function calls itself
+            self._counts[name] = 0  # No function calls itself.
             self._counts[name] = self._count(self._functions[name])
         return self._counts[name]
 
@@ -129,7 +129,7 @@ class _Program:
                 for branch in _blocks(each):
                     self._return(branch, self._thread(branch, token))
                 token = self._with_token(each, None).results[-1]
-            elif self._count(each):  # others cannot see values from outside
+            elif self._count(each):  # These regions cannot see values from outside.
                 for inner in _blocks(each):
                     self._thread(inner, self._begin(ir.InsertionPoint.at_block_begin(inner)))
         return token
@@ -174,7 +174,7 @@ class _Program:
         for name in ("operand_layouts", "result_layouts"):
             changed[name] = ir.ArrayAttr.get([*ir.ArrayAttr(call.attributes[name]), scalar])
         aliases = ir.ArrayAttr(call.attributes["output_operand_aliases"])
-        if len(aliases) and len(call.results) == 1:  # which is the first of two by now
+        if len(aliases) and len(call.results) == 1:  # The one result is the first of two by now.
             changed["output_operand_aliases"] = ir.Attribute.parse(
                 "[#stablehlo.output_operand_alias<output_tuple_indices = [0], operand_index = 0, "
                 "operand_tuple_indices = []>]"

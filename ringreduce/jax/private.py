@@ -119,7 +119,8 @@ def around_that_skips() -> str | None:
             return "optax.apply_if_finite"
         if frame.f_code is optax.MultiSteps.update.__code__:
             skips = getattr(frame.f_locals["self"], "_should_skip_update_fn", None)
-            if getattr(skips, "__code__", None) not in _codes_in("MultiSteps.__init__"):  # its own one skips nothing
+            # Its own function skips nothing.
+            if getattr(skips, "__code__", None) not in _codes_in("MultiSteps.__init__"):
                 return "optax.MultiSteps with should_skip_update_fn"
         frame = frame.f_back
     return None

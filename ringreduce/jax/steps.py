@@ -110,7 +110,7 @@ class Steps:
         self._advice = advice
         self._names: dict[tuple[str, str], Sequence[str]] = {}
         self._beside: dict[str, Beside] = {}
-        self._engines: WeakSet[Engine] = WeakSet()  # that have something of these steps
+        self._engines: WeakSet[Engine] = WeakSet()  # Engines that have something of these steps.
         _all[self.key] = self
         when_ended(self, _forget, self.key, self._engines, shared)
 
@@ -237,7 +237,7 @@ class Steps:
             watched.look_further(arrays, names, last=last)
 
 
-_REMEMBERED = 4096  # names of steps
+_REMEMBERED = 4096  # The most names of steps.
 
 _numbers = itertools.count()
 _all: WeakValueDictionary[str, Steps] = WeakValueDictionary()
@@ -282,7 +282,8 @@ class _Watched:
 
     def __init__(self, engine: Engine, name: str, shown: str, advice: Advice) -> None:
         self.name = name
-        named: list[tuple[str, None]] = []  # what the checks keep is not this object: it goes with its last reference
+        # The checks keep this list and not the object, which goes with its last reference.
+        named: list[tuple[str, None]] = []
         self._named = named
         self._since = (engine.joins, engine.mismatches)
         self._step = -1

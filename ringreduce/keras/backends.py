@@ -166,7 +166,7 @@ if keras.backend.backend() == "jax":
             try:
                 return jax.block_until_ready(step(*arguments))
             except Exception as error:
-                forget_state(model)  # the step has used up these arrays; Keras would raise that and not the error
+                forget_state(model)  # The step has used up these arrays; Keras would raise that and not the error.
                 raise error_of(error) from None
 
         model.train_function = guarded

@@ -74,7 +74,7 @@ class BroadcastGlobalVariablesCallback(DistributedCallback):
         self._begun = False
         self._ended = False
         self._passes = 0
-        self._place = (0, -1)  # in fit: the epoch, the last batch that is done
+        self._place = (0, -1)  # In fit: the epoch, and the last batch that is done.
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable as it is."""
@@ -162,7 +162,7 @@ class MetricAverageCallback(DistributedCallback):
         self._trained = self._evaluated = UNKNOWN
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._trained = samples_of(self.model)  # an evaluation counts from zero
+        self._trained = samples_of(self.model)  # An evaluation counts from zero.
 
     def on_test_end(self, logs: Any = None) -> None:
         self._evaluated = samples_of(self.model)
@@ -392,7 +392,7 @@ class DiLoCoCallback(DistributedCallback):
             if self._saved is not None:
                 self._replicas.load_state_dict(self._saved)
         elif self._trained:
-            self.synchronize()  # the program may have given the model other weights since
+            self.synchronize()  # The program may have given the model other weights since.
         self._saved = None
         self._training = True
         self._trained = False

@@ -88,7 +88,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._since = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._since = 0  # the ranks may have changed
+        self._since = 0  # The ranks may have changed.
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         self._since += 1

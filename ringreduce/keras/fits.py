@@ -56,5 +56,5 @@ def end_together(model: Any, place: tuple[int, int], logs: Any) -> None:
         said += f", and the loss is {float(as_numpy(loss))}"
     arrays = [np.zeros(1)]
     with RequestBuilder("fit", "the end of fit", distribution.process_set, title=said) as prepare:
-        request = prepare.allreduce(arrays, arrays, SUM, 1.0, 1.0)  # a reduction, as ranks may have joined
+        request = prepare.allreduce(arrays, arrays, SUM, 1.0, 1.0)  # A reduction, as ranks may have joined.
     request.carry_out()

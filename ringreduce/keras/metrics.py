@@ -14,7 +14,7 @@ from ringreduce.keras.backends import as_numpy
 from ringreduce.training.binding.identity import agreed_names
 from ringreduce.training.calls.averages import weighted_average
 
-UNKNOWN = -1.0  # number of samples
+UNKNOWN = -1.0  # No number of samples is negative.
 
 
 def samples_of(model: Any) -> float:

@@ -81,7 +81,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
             f"DistributedOptimizer takes an optimizer of Keras, got one of type {type(optimizer).__name__}"
         )
     process_set = options["process_set"]
-    require_process_set(process_set).included()  # raises unless it is registered
+    require_process_set(process_set).included()  # Raises unless it is registered.
     given = options_of(options, compression=wire_format_of(options["compression"]), groups=None)
     chosen = checked(given, config(), [])
     if chosen.adasum:

@@ -17,7 +17,7 @@ from ringreduce.engine import CollectiveOp, Engine, Operation
 from ringreduce.runtime.process import PROCESS
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 
-A = TypeVar("A")  # an array of any library; a number, where these are taken
+A = TypeVar("A")  # An array of any library; a number, where these are taken.
 
 
 def world() -> Communicator:
@@ -327,7 +327,7 @@ class Plan:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._under_way = None  # the ranks may no longer be in step
+            self._under_way = None  # The ranks may no longer be in step.
         self.close()
 
 
@@ -363,5 +363,5 @@ def alltoall_init(array: Any, *, out: Any = None, algorithm: str | None = None) 
 
 
 def _planned(call: Call) -> Plan:
-    communicator = world()  # raises where there is none
+    communicator = world()  # Raises where there is no world.
     return Plan(communicator, PROCESS.everyone.engine, call)

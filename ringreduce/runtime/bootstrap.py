@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 _STANDARD_ERROR = 2
 _LOOK_EVERY_S = 1.0
-_SAME_JOB_S = 60.0  # within which the ranks of a host start
-_LATE = 69  # the exit code of a rank that others keep waiting: EX_UNAVAILABLE of sysexits.h
+_SAME_JOB_S = 60.0  # The ranks of a host start within this time.
+_LATE = 69  # The exit code of a rank that others keep waiting: EX_UNAVAILABLE of sysexits.h.
 
 
 class Connection(Protocol):
@@ -246,7 +246,7 @@ def _awaiting_all(launched: Launch, settings: Config) -> Iterator[None]:
 
 
 def _end(why: str) -> NoReturn:
-    with suppress(OSError):  # its reader has ended
+    with suppress(OSError):  # Its reader may have ended.
         os.write(_STANDARD_ERROR, f"ringreduce: {why}\n".encode())
     os._exit(_LATE)
 
@@ -255,7 +255,7 @@ def _ended(launched: Launch) -> list[int]:
     """Return the ranks of this host that have ended and never called `init`, as far as that can be seen."""
     mine = _process(launched, launched.rank)
     if mine is None or mine[0] not in (os.getpid(), *(pid for pid, _ in processes.ancestors())):
-        return []  # as in a container, which counts processes in its own way
+        return []  # A container counts processes in its own way.
     ended = []
     for rank in range(launched.size or 1):
         theirs = _process(launched, rank)

@@ -27,7 +27,7 @@ class Deliveries:
         self._messages = messages
         self._threads = threads
         self._changed = threading.Condition()
-        self._added: list[tuple[PeerTransfer, SerialTask]] = []  # which the thread has not seen
+        self._added: list[tuple[PeerTransfer, SerialTask]] = []  # Transfers and tasks that the thread has not seen.
         self._thread: threading.Thread | None = None
 
     def add(self, transfer: PeerTransfer) -> SerialTask:
@@ -64,7 +64,7 @@ class Deliveries:
                 return
             try:
                 self._messages.wait_for_some([each for each, _ in waiting], lambda: bool(self._added))
-            except Exception as error:  # nothing has come for so long, or never will
+            except Exception as error:  # Nothing has come for the time limit, or never will.
                 for _, task in waiting:
                     task.end(error)
                 waiting = []

@@ -145,7 +145,7 @@ def allgather(comm: Communicator, out: Any, array: Any) -> None:
             )
         room = _room(out, target)
         flat = _flat(array, source)
-    comm.allgather(flat, out=room)  # which finds out whether all have given as much
+    comm.allgather(flat, out=room)  # The allgather finds out whether all have given as much.
     _fetch(out, target, room)
 
 
@@ -163,7 +163,7 @@ def _allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None
         room = like(array, (sum(counts),))
         text = f"allgather({counts}, {source.dtype.name})"
         flat = array.reshape(source.count)
-    if len(set(counts)) > 1:  # else the allgather finds out whether all have given as much
+    if len(set(counts)) > 1:  # With equal counts the allgather finds out whether all have given as much.
         comm.rendezvous(text)
     comm.allgather(flat, out=room)
     _store_parts(operands, room)

@@ -75,13 +75,14 @@ class Process:
         self.followers: list[Callable[[Program | None], object]] = []
         self.stop = StopRequest(lambda: (own := self.own()) is not None and own.lifetime.open)
         self.usage = Usage()
-        self._connection: Connection | None = None  # of the ranks of the world that this process is or was in last
-        self._entrance = ReentrancyGuard()  # no thread starts or ends a world in the midst of doing so
-        self._starting = threading.Lock()  # one thread at a time
-        self._announcement = processes.Announcement(processes.RANK)  # of a `ParentRank`
-        self._forking: dict[int, processes.Forked] = {}  # by thread
-        self._is_restartable = False  # whether the launcher starts the job again when there are other hosts
-        self._shuts_down: int | None = None  # the process that ends its world when it ends
+        # Connects the ranks of the world that this process is or was in last.
+        self._connection: Connection | None = None
+        self._entrance = ReentrancyGuard()  # No thread starts or ends a world in the midst of doing so.
+        self._starting = threading.Lock()  # One thread at a time starts a world.
+        self._announcement = processes.Announcement(processes.RANK)  # Holds a `ParentRank`.
+        self._forking: dict[int, processes.Forked] = {}  # By thread.
+        self._is_restartable = False  # Whether the launcher starts the job again when there are other hosts.
+        self._shuts_down: int | None = None  # The process that ends its world when it ends.
 
     # ---- the world there is ----
 
@@ -144,7 +145,7 @@ class Process:
         except RingReduceError:
             job = job_connection()
             if job is not None:
-                self._end_with(job, Lifetime())  # or MPI would wait at the exit of this process for the others
+                self._end_with(job, Lifetime())  # Otherwise MPI would wait at the exit of this process for the others.
                 self._take_part_in_ends_and_forks()
             raise
         return self._begun(self._connection, settings, StartLimit.of_init(settings))
@@ -153,7 +154,8 @@ class Process:
         """Begin a world of connected ranks. Collective."""
         logs.set_up(settings.log_level, connection.name)
         lifetime = Lifetime()
-        self._end_with(connection, lifetime)  # from here on: what fails on one rank must not leave the others there
+        # Set before the rest: a failure on one rank must not leave the others waiting.
+        self._end_with(connection, lifetime)
         self._take_part_in_ends_and_forks()
         if settings.dump is not None:
             _dump_on_request(self.own)
@@ -174,17 +176,17 @@ class Process:
         """Leave a world in which ranks have failed, and begin one of the survivors. Collective over these."""
         started = perf_counter()
         with self._entrance, self._starting:
-            self.recoveries += 1  # now: where one fails on some ranks, all of them try again
+            self.recoveries += 1  # Counted first: where a recovery fails on some ranks, all of them try again.
             own = self.own()
             self.world = None
             if own is not None:
-                self.usage.reduced = True  # or it was not: that a rank has failed is what matters
+                self.usage.reduced = True  # Whether or not it was: that a rank has failed is what matters.
                 own.abandon(error)
             connection = self._connection
             if connection is None:
                 raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
             settings = self._settings()
-            late = isinstance(error, CollectiveTimeoutError)  # then the others have had their time, too
+            late = isinstance(error, CollectiveTimeoutError)  # After a time-out the others have had their time, too.
             connection.reconfigure(priority, Waiter(min(settings.timeout_s, _GRACE_S) if late else settings.timeout_s))
             connected = perf_counter()
             self.world = world = self._begun(connection, settings, StartLimit.usual(settings))
@@ -250,7 +252,7 @@ class Process:
             own = self.own()
             failed = getattr(sys, "last_value", None) is not None
             if own is not None and failed:
-                own.flush()  # of a process that is alone; the termination reports the failures of others
+                own.flush()  # This process is alone; the termination reports the failures of others.
             self.shut_down()
             if not failed and (warning := self.usage.warning()) is not None:
                 _log.warning("%s", warning)
@@ -259,7 +261,7 @@ class Process:
         own = self.own()
         if own is not None:
             forked = self._forking[threading.get_ident()] = processes.Forked()
-            own.lifetime.forking(forked)  # what other threads drop until the fork, the child has; and again after it
+            own.lifetime.forking(forked)  # The child has all that other threads drop until the fork.
 
     def _after_fork_here(self) -> None:
         own = self.own()
@@ -290,7 +292,7 @@ def _dump_on_request(own: Callable[[], OwnWorld | None]) -> None:
     def dump(number: int, frame: object) -> None:
         world = own()
         if world is None or world.config.dump is None or not writing.acquire(blocking=False):
-            return  # the last: signals come in each other's midst
+            return  # Signals come in each other's midst: the first one writes.
         with suppress(OSError):
             world.observer.recorder.dump(world.config.dump)
         writing.release()

@@ -86,8 +86,8 @@ class ProcessSet:
         self._ranks: list[int] | None = sorted(listed)
         self._world_rank: int | None = None
         self._parts: Membership | None = None
-        self._lifetime = Lifetime()  # of the world
-        self._sharing: list[ProcessSet] = []  # equal sets that stand for this one
+        self._lifetime = Lifetime()  # The lifetime of the world.
+        self._sharing: list[ProcessSet] = []  # Equal sets that stand for this one.
         self._number: int | None = None
         self._find_world: Callable[[], object] | None = None
 
@@ -104,7 +104,7 @@ class ProcessSet:
         return made
 
     def __deepcopy__(self, memo: object) -> ProcessSet:
-        return self  # it refers to processes, of which there are no copies
+        return self  # It refers to processes, of which there are no copies.
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The set of all ranks is that of the process that reads it; any other is to be registered there.
@@ -246,7 +246,7 @@ class ProcessSet:
 
     def _member_parts(self) -> Membership:
         if self._parts is None:
-            self.rank()  # raises where this process is no member
+            self.rank()  # Raises where this process is no member.
             self._lifetime.require_open()
             raise AssertionError("a member has its parts while its world is open")
         return self._parts

@@ -60,10 +60,10 @@ class Usage:
         trained = "if this program has trained: "
         least = 1
         if binding == "ringreduce.torch":
-            if not self.steps:  # torch counts those of all optimizers, so nothing was trained
+            if not self.steps:  # Torch counts the steps of all optimizers, so nothing was trained.
                 return None
             trained = f"{self.steps} optimizer steps were made on this rank, and "
-            least = max(self.trained_nbytes, 1)  # who averages gradients by hand has reduced as much
+            least = max(self.trained_nbytes, 1)  # A program that averages gradients by hand has reduced as much.
         if self.reduced_nbytes >= least:
             return None
         what = "nothing was ever reduced"

@@ -49,7 +49,7 @@ class Handshake:
         except ConfigError as error:
             if size == 1:
                 raise
-            self.greeting = {"refused": str(error)}  # so that all ranks raise it
+            self.greeting = {"refused": str(error)}  # By this all ranks raise the error.
             return
         if rank:
             self._initiator = Initiator(self._psk(), self._prologue(rank))
@@ -76,7 +76,7 @@ class Handshake:
             ChangedMessageError: what a rank has sent has changed on its way.
         """
         greetings = [greeting for _, _, greeting in introductions]
-        greetings[self._rank] = self.greeting  # whatever has come back of it
+        greetings[self._rank] = self.greeting  # The own one counts, whatever has come back of it.
         if self._size == 1 or all(each is None for each in greetings):
             return None
         self._require_secrets(greetings)
@@ -96,11 +96,11 @@ class Handshake:
         try:
             key = Secret(mine if self._initiator is None else self._initiator.read(bytes.fromhex(answers[self._rank])))
         except (TransportError, TypeError, ValueError) as error:
-            messages.exchange(b"")  # which opens for nobody, so that all ranks raise an error
+            messages.exchange(b"")  # It opens for nobody, so that all ranks raise an error.
             raise ChangedMessageError(f"what rank 0 gives to rank {self._rank} does not open: {error}") from None
         said = hashlib.sha256(
             json.dumps([introductions, answers]).encode()
-        ).digest()  # in the open: all must know the same
+        ).digest()  # They travelled in the open: all must know the same.
         SealedMessages(messages, Secret(key.derive("first messages", said))).exchange(b"")
         return key
 

@@ -35,8 +35,8 @@ class StopRequest:
         self._clock = clock
         self._listens = False
         self._is_agreed = False
-        self._terminated: float | None = None  # when SIGTERM came first
-        self._before: dict[int, Any] = {}  # the handlers that were there, by signal
+        self._terminated: float | None = None  # When SIGTERM came first.
+        self._before: dict[int, Any] = {}  # The handlers that were there, by signal.
 
     def listen(self) -> None:
         """Take SIGTERM and SIGUSR1 for a request from now on, where the program does not handle them itself.
@@ -68,11 +68,11 @@ class StopRequest:
                 self._terminated = first
                 self.made = True
                 return
-        else:  # at the end of the program, and in what it has forked, it means nothing, and ends nothing
+        else:  # At the end of the program, and in forked processes, it ends nothing.
             if self._can_stop():
                 self.made = True
                 if callable(before):
-                    before(number, frame)  # writes down what this rank has done last
+                    before(number, frame)  # It writes down what this rank has done last.
             return
         if callable(before):
             before(number, frame)

@@ -29,12 +29,12 @@ from ringreduce.common.launch import launch
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.runtime.worlds import OwnWorld
 
-_ORPHANED = 70  # the exit code of a rank whose launcher has ended: EX_SOFTWARE of sysexits.h
+_ORPHANED = 70  # The exit code of a rank whose launcher has ended: EX_SOFTWARE of sysexits.h.
 _TO_END_S = 3.0
 _INTERRUPTED = 128 + signal.SIGINT
 _STANDARD_ERROR = 2
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_MARK = "_ringreduce"  # the attribute of an exit that knows when it ends the program
+_MARK = "_ringreduce"  # The attribute of an exit that knows when it ends the program.
 
 
 class Termination:
@@ -63,11 +63,11 @@ class Termination:
         self._others_go_on = others_go_on
         self._abort = abort
         self._own = own
-        self._exit_code: int | None = None  # with which `sys.exit` ends the program, once it does
-        self._exit_words = ""  # which it was given in place of a code
+        self._exit_code: int | None = None  # The code that `sys.exit` ends the program with.
+        self._exit_words = ""  # The text that `sys.exit` got in place of a code.
         self._except_hook = sys.excepthook
         self._exit = sys.exit
-        self._last_error: object = getattr(sys, "last_value", None)  # the last uncaught one from before this
+        self._last_error: object = getattr(sys, "last_value", None)  # The last uncaught error from before this.
 
     def install(self) -> None:
         """Take part in every end of this process from now on; in SIGTERM if this is the main thread.
@@ -83,10 +83,12 @@ class Termination:
         shell = launch().shell
         if shell is not None:
             if shell == os.getppid():
-                processes.end_with_parent(shell, signal.SIGKILL)  # by the kernel, as this may be in the end of MPI then
+                # The kernel does it, as this process may be in the end of MPI then.
+                processes.end_with_parent(shell, signal.SIGKILL)
             else:
                 processes.watch(shell, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            processes.at_exit(lambda: processes.continue_stopped(shell))  # or it would not report how this rank ends
+            # A stopped shell would not report how this rank ends.
+            processes.at_exit(lambda: processes.continue_stopped(shell))
         pid = processes.launcher()
         if pid is not None:
             processes.watch(pid, lambda: self._on_orphaned(pid))
@@ -103,7 +105,7 @@ class Termination:
         error = getattr(sys, "last_value", None)
         own = self._own()
         if self._exit_code == os.EX_TEMPFAIL and own is not None and own.stops:
-            return True  # as all do
+            return True  # All ranks do the same.
         if self._exit_code:
             words = f": {self._exit_words}" if self._exit_words else ""
             code = self._exit_code
@@ -125,7 +127,7 @@ class Termination:
     def _end_job(self, code: int) -> None:
         """End all ranks; but only this rank, while `ringreduce run` waits for ranks to end after SIGTERM."""
         if code == os.EX_TEMPFAIL:
-            code = 1  # the ranks have not agreed to stop, which that one means
+            code = 1  # The other code would say that all ranks have agreed to stop.
         if processes.launcher_is_stopped():
             _flush_streams()
             os._exit(code)
@@ -152,11 +154,11 @@ class Termination:
         try:
             self._report(kind, error, traceback)
             _flush_streams()
-            self._flush()  # what led here is what the trace is for
+            self._flush()  # The trace has to show what led here.
             own = self._own()
             audit = None if own is None else own.recording.record
             if audit is not None and audit.leaves_refusals and not self._others_go_on:
-                time.sleep(_TO_END_S)  # rank 0 ends the job, once it has recorded what was refused
+                time.sleep(_TO_END_S)  # Rank 0 ends the job, once it has recorded what was refused.
         finally:
             self._end_job(code)
 
@@ -167,7 +169,7 @@ class Termination:
                 _write_line(f"{self.who} was interrupted; {self._then}")
         elif isinstance(error, PeerLostError) and error.ends_job and not self._others_go_on:
             _write_line(f"{self.who} ends: {error}")
-            time.sleep(_TO_END_S)  # that rank ends the job, with its own exit code
+            time.sleep(_TO_END_S)  # That rank ends the job, with its own exit code.
         else:
             if (own := self._own()) is not None:
                 own.note_refusal(error)
@@ -212,8 +214,8 @@ class Termination:
         _write_line(f"{self.who} ends, as its launcher (process {pid}) is gone")
         self._flush()
         self.lifetime.close()
-        os.kill(os.getpid(), signal.SIGTERM)  # so that the program's own handler can save what it wants to
-        time.sleep(_TO_END_S)  # the time that it has for that
+        os.kill(os.getpid(), signal.SIGTERM)  # The program's own handler can save by this.
+        time.sleep(_TO_END_S)  # The handler has so much time.
         os._exit(_ORPHANED)
 
 
@@ -234,7 +236,7 @@ class _ExitMark:
     def __del__(self) -> None:
         try:
             sys._getframe(1)
-        except ValueError:  # no code of Python runs
+        except ValueError:  # No code of Python runs.
             if threading.get_ident() == threading.main_thread().ident:
                 self._then()
 
@@ -274,7 +276,7 @@ def _leave_out_own_frames(shown: TracebackException) -> None:
 
 def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # its reader has ended, or the program has closed it
+        with contextlib.suppress(Exception):  # Its reader may have ended, or the program may have closed it.
             stream.flush()
 
 
@@ -298,7 +300,7 @@ def _ends_program(traceback: TracebackType | None) -> bool:
 def _write_line(text: str) -> None:
     """Write to standard error, past its buffer: this may be in a signal handler, in the midst of writing."""
     rest = f"ringreduce: {text.rstrip()}\n".encode(errors="backslashreplace")
-    with contextlib.suppress(OSError):  # its reader has ended
+    with contextlib.suppress(OSError):  # Its reader may have ended.
         while rest:
             rest = rest[os.write(_STANDARD_ERROR, rest) :]
 

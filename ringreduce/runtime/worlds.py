@@ -98,7 +98,7 @@ class World:
         """The number of ranks."""
         return self.hosts.size
 
-    @cached_property  # as all calls of a program begin here
+    @cached_property  # Cached, as all calls of a program begin here.
     def communicator(self) -> Communicator:
         """Blocking collectives of all ranks; they raise in a forked process.
 
@@ -183,7 +183,7 @@ class OwnWorld(World):
         self._connection = connection
         self.stops = False
         self._asked = np.zeros(1)
-        self._numbers: Counter[tuple[int, ...]] = Counter()  # of groups that were made, by their ranks
+        self._numbers: Counter[tuple[int, ...]] = Counter()  # How many groups were made, by their ranks.
         self.recording = Recording()
         self.observer = Observer(
             self.rank,
@@ -257,11 +257,12 @@ class OwnWorld(World):
                     abort=connection.abort,
                 )
             )
-            world.observer.watch(everyone.observed())  # not before there is a key for what is written down
+            # Not earlier: files are sealed by a key that the ranks have agreed on.
+            world.observer.watch(everyone.observed())
         except Exception as error:
             if config.audit is not None and isinstance(error, (ConfigError, MismatchError, ChangedMessageError)):
                 record_no_begin(messages, config, error)
-            with suppress(Exception):  # the first error is the one that is reported
+            with suppress(Exception):  # Only the first error is reported.
                 if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
                     # Others may wait for this rank. What it leaves open, `Connection.reconfigure` ends for them, too.
                     messages.abandon()
@@ -304,7 +305,7 @@ class OwnWorld(World):
             parts = connect(lambda waiter: next(ready), self.config, self.lifetime, when_closed=_WHEN_REMOVED)
             for needless in ready:
                 needless.close()
-        self._messages.exchange(b"")  # nobody may use it, or remove it, before all have it
+        self._messages.exchange(b"")  # Nobody may use it, or remove it, before all have it.
         for ranks in sets:
             each, its_parts = (made, parts) if ranks == mine else (ProcessSet(ranks), None)
             self._register(each, ranks, its_parts)
@@ -323,11 +324,11 @@ class OwnWorld(World):
         removed = False
         for ranks in self._agree("remove_process_set", mine, refused):
             number = next((number for number, each in self.sets.items() if number and each.ranks == ranks), None)
-            if number is None:  # also where there are no such ranks
+            if number is None:  # There may be no such set on any rank.
                 continue
             parts = self.sets.pop(number).unregister()
             if ranks == mine:
-                process_set.unregister()  # which may be an equal one
+                process_set.unregister()  # It may be an equal set.
                 removed = True
             if parts is not None:
                 parts.close()
@@ -360,7 +361,7 @@ class OwnWorld(World):
         """Return whether any rank was asked to stop. Collective."""
         self._asked[0] = asked
         if self.size > 1:
-            self.communicator.allreduce(self._asked, MAX, out=self._asked)  # the same array: its plan is known
+            self.communicator.allreduce(self._asked, MAX, out=self._asked)  # Always the same array: its plan is known.
         if self._asked[0] and not self.stops:
             self.stops = True
             announce_stop()
@@ -466,7 +467,7 @@ class OwnWorld(World):
     def abandon(self, error: CollectiveError) -> None:
         """End the world after the loss of a rank. Local: what the other ranks have under way fails later."""
         self.note_refusal(error)
-        with suppress(ConfigError, OSError):  # it is the trace alone that cannot be written
+        with suppress(ConfigError, OSError):  # Only the trace cannot be written.
             self.recording.end(str(error))
             self.observer.end(str(error))
         for group in self._groups:

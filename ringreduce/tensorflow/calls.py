@@ -33,13 +33,13 @@ Spec = tuple[Any, Any]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_ALIGNMENT = 64  # of memory that is not TensorFlow's: ops abort the process if it begins elsewhere
+_ALIGNMENT = 64  # For memory that is not TensorFlow's: ops abort the process if it begins elsewhere.
 _NOT_DENSE: Sequence[tuple[type, str]] = (
     (tf.RaggedTensor, "make it dense by .to_tensor(), or send its .flat_values and its .row_lengths()"),
     (tf.SparseTensor, "make it dense by tf.sparse.to_dense(...)"),
 )
 _NO_NUMBERS = tf.string, tf.resource, tf.variant
-_SHAREABLE = frozenset(  # by DLPack
+_SHAREABLE = frozenset(  # Names of dtypes that DLPack shares.
     np.dtype(each).name for each in [*np.typecodes["AllInteger"], *"efdFD"]
 )
 
@@ -146,7 +146,7 @@ def _tensor(array: Any) -> tf.Tensor:
 
 def _array(tensor: tf.Tensor) -> Host:
     """Return a view of a tensor, if it is in host memory."""
-    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())  # a scalar of bfloat16 has no other way
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())  # A scalar of bfloat16 cannot be read otherwise.
 
 
 def is_variable(value: Any) -> bool:

@@ -49,7 +49,7 @@ def broadcast_(
 
 def _received(variables: Sequence[Any], root_rank: int, process_set: ProcessSet) -> list[tuple[Any, Any]]:
     """Return variables with the root's values."""
-    with RequestBuilder("broadcast_parameters", None, process_set):  # as the ranks that go on call it
+    with RequestBuilder("broadcast_parameters", None, process_set):  # The other ranks call it by this name.
         variables = list(variables)
         values = tensors_of(variables)
         names = [name_of(each, number) for number, each in enumerate(variables)]

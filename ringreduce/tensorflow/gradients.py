@@ -63,7 +63,7 @@ ADVICE = Advice(
     first=1,
 )
 
-_MOST_TRAININGS = 16  # of a reduction: gradients may have other shapes in each step
+_MOST_TRAININGS = 16  # Limits a reduction: gradients may have other shapes in each step.
 
 
 class GradientReduction(ListReduction):
@@ -103,7 +103,7 @@ class GradientReduction(ListReduction):
         with RequestBuilder(kind, None, process_set):
             chosen, factor = averaging(op, predivide)
             if staleness:
-                rounds = compression is Compression.none or hasattr(compression, "wire")  # at most
+                rounds = compression is Compression.none or hasattr(compression, "wire")  # It rounds, or does nothing.
                 custom = None if rounds else compression
                 options = named_options(op=op, compression=custom, predivide_factor=predivide, staleness=staleness)
                 checked(options, config(), [])
@@ -116,7 +116,7 @@ class GradientReduction(ListReduction):
         self._groups = groups
         self._process_set = process_set
         self._saved: dict[int, Any] = {}
-        self._identities: dict[Any, Identity] = {}  # by variables
+        self._identities: dict[Any, Identity] = {}  # By variables.
 
     @classmethod
     def of(cls, kind: str, options: GradientArguments) -> GradientReduction:
@@ -209,7 +209,7 @@ class GradientReduction(ListReduction):
         names = [name_of(each, number) for number, each in enumerate(variables)]
         read = reader_of(variables)
         if (in_session := is_of_session()) and not self._alone:
-            self._process_set.engine.expect_any_order()  # that of a session's threads
+            self._process_set.engine.expect_any_order()  # A session's threads may submit in any order.
         parts = [*(each.values for each in slices), *(each.indices for each in slices)]
         counted = [] if samples is None else [tf.convert_to_tensor(samples)]
 
@@ -283,7 +283,7 @@ class GradientReduction(ListReduction):
         if self._alone:
             parts = list(map(np.copy, parts))
         else:
-            if weights is not None:  # how many rows are which rank's
+            if weights is not None:  # Tells how many rows are of which rank.
                 parts = [*parts, np.array([[len(each) for each in parts[:count]]])]
             with RequestBuilder(f"{self._kind}, slices", f"{name}, slices", self._process_set) as prepare:
                 request = prepare.allgather(parts, list)
@@ -343,7 +343,7 @@ class GradientReduction(ListReduction):
             arrays = [(name_of(each, n), shape) for n, (each, shape) in enumerate(zip(variables, shapes, strict=True))]
             self._identities[key] = identity_of(self._kind, arrays, made)
             if first is not None:
-                with suppress(TypeError):  # it cannot be watched: then it stays known
+                with suppress(TypeError):  # An object that cannot be watched stays known.
                     when_ended(first, _forget, weakref.ref(self), key)
         return self._identities[key]
 
@@ -407,7 +407,7 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
     lists = options["groups"]
     listed = tuple(tuple(map(id, each)) for each in lists) if isinstance(lists, (list, tuple)) else lists
     key = tuple({**options, "groups": listed, "process_set": id(options["process_set"])}.items())
-    if key not in _reductions:  # an equal set may be of an earlier world
+    if key not in _reductions:  # An equal set may be of an earlier world.
         _reductions[key] = GradientReduction.of("DistributedGradientTape", options)
     kind = type(gradtape)
     scale = options["scale_local_gradients"]
@@ -423,7 +423,7 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
         *,
         samples: Any = None,
     ) -> Any:
-        end_recording(gradtape)  # it cannot record how its gradients are computed
+        end_recording(gradtape)  # The tape cannot record how its gradients are computed.
         own = kind.gradient(tape, target, sources, output_gradients, unconnected_gradients)
         reduced = distribution.reduced(tf.nest.flatten(own), tf.nest.flatten(sources), samples=samples)
         return tf.nest.pack_sequence_as(own, reduced)
@@ -440,7 +440,7 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
         return both
 
     return with_methods(
-        copy_of_tape(gradtape),  # the other one ends the recording
+        copy_of_tape(gradtape),  # The other one ends the recording.
         gradient=entry(gradient),
         register_local_source=register_local_source,
         get_local_and_global_gradients=entry(get_local_and_global_gradients),

@@ -67,7 +67,7 @@ class DiLoCo(Replicas):
     ) -> None:
         with checking():
             _require_eager()
-            single = hasattr(variables, "assign") or callable(variables)  # a variable or a model
+            single = hasattr(variables, "assign") or callable(variables)  # A variable or a model.
             given: list[Any] = [variables] if single else list(variables)
             if not all(hasattr(each, "assign") for each in given):
                 raise ConfigError(f"DiLoCo takes variables, got {[type(each).__name__ for each in given]}")

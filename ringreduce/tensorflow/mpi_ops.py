@@ -60,7 +60,7 @@ from ringreduce.tensorflow.calls import (
     traced_name,
 )
 from ringreduce.tensorflow.compression import Compression
-from ringreduce.tensorflow.functions import broadcast_ as broadcast_  # which Horovod has here, too
+from ringreduce.tensorflow.functions import broadcast_ as broadcast_  # Horovod has it here, too.
 from ringreduce.tensorflow.numbers import asked, local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from ringreduce.tensorflow.slices import added_up, places_of, times
 from ringreduce.training.binding.host import HostArrays
@@ -137,14 +137,14 @@ __all__ = [
 ]
 
 _executing_eagerly = tf.executing_eagerly
-_basics = sys.modules[__name__]  # in Horovod an object whose methods are the functions that are here
+_basics = sys.modules[__name__]  # Horovod has an object here whose methods are the functions of this module.
 
 _Tensors = Sequence[Any]
 
 
 class _Zeros(HostArrays):
     def zeros_like(self, array: Any) -> Any:
-        with tf.control_dependencies([array]):  # of which a session would else run nothing, on this rank alone
+        with tf.control_dependencies([array]):  # A session would else run nothing of it, on this rank alone.
             return tf.zeros_like(array)
 
 

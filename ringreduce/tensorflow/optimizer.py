@@ -90,7 +90,7 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
         sparse_as_dense=options["sparse_as_dense"],
         average_aggregated_gradients=averages_passes,
     )
-    optimizer.aggregation_helper = helper  # of the object, so that a copy has its own
+    optimizer.aggregation_helper = helper  # Set on the object, so that a copy has its own.
     return _with_reduction(optimizer, distribution, helped=True)
 
 

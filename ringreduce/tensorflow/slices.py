@@ -51,7 +51,7 @@ def added_up(values: Any, places: Any, count: Any, divisor: Any, factors: Any = 
     """
     dtype = values.dtype
     wide = tf.float32 if dtype in HALVES else tf.int64 if dtype.is_integer and dtype != tf.uint64 else dtype
-    with tf.device("CPU"):  # a GPU adds in any order
+    with tf.device("CPU"):  # A GPU adds in any order.
         rows = tf.cast(values, wide)
         if factors is not None:
             rows *= tf.reshape(tf.cast(factors, wide), [-1, *[1] * (rows.shape.rank - 1)])

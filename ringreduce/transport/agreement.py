@@ -25,8 +25,8 @@ from ringreduce.common.errors import TransportError, during
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
-_REMEMBERED = 4096  # calls; no rank can be further ahead of a peer that still asks
-_PATIENCE_S = 0.5  # a rank that waits for so long announces what it waits in
+_REMEMBERED = 4096  # Calls that are remembered: no rank can be further ahead of a peer that still asks.
+_PATIENCE_S = 0.5  # After this long a rank announces what it waits in.
 
 
 class Agreement:
@@ -48,14 +48,14 @@ class Agreement:
         self._called = called
         self.patience_s = _PATIENCE_S
         self.number = 0
-        self._settled_up_to = 0  # notes about calls up to this one are old
+        self._settled_up_to = 0  # Notes about calls up to this one are old.
         self._known: set[str] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
         self._received: dict[int, dict[int, CallSite]] = {}
-        self._refused: set[int] = set()  # calls that some rank could not make
+        self._refused: set[int] = set()  # Calls that some rank could not make.
         self._announced: set[int] = set()
-        self._detached: dict[int, tuple[int, AbortReason]] = {}  # rank -> its last call, and why that was the last
-        self._waits_since: float | None = None  # in the present call
+        self._detached: dict[int, tuple[int, AbortReason]] = {}  # By rank, its last call, and why that was the last.
+        self._waits_since: float | None = None  # When the wait in the present call began.
 
     def enter(self, signature: str) -> bool:
         """Begin the next call; compare its signature with the other ranks' if it is new.
@@ -108,7 +108,7 @@ class Agreement:
         self.number = self._settled_up_to = number
         self._received = {
             each: received for each, received in self._received.items() if each > number
-        }  # a peer may be there
+        }  # A peer may be there.
         self._refused = {each for each in self._refused if each > number}
         self._announced.clear()
 
@@ -146,11 +146,13 @@ class Agreement:
         return f"ranks {missing} to call a collective; this rank called {self._mine[self.number]}"
 
     def _announce(self, number: int) -> None:
-        if number in self._announced or number not in self._mine:  # what ended so long ago did not end in a mismatch
+        # A call that ended so long ago did not end in a mismatch.
+        if number in self._announced or number not in self._mine:
             return
         self._announced.add(number)
         text = self._mine[number]
-        called = self._called(text) if number == self.number else CallSite(text)  # from where, is past
+        # The line of an older call is unknown by now.
+        called = self._called(text) if number == self.number else CallSite(text)
         refused = number in self._refused
         self._post({"call": number, "called": called, "refused": refused})
         self._record(number, self._messages.rank, called, refused=refused)

@@ -80,12 +80,12 @@ class GuardedMessages(ABC):
         more: how many bytes a message has behind it.
     """
 
-    offers_allreduce = None  # as nobody sees what the library's own allreduce moves
+    offers_allreduce = None  # Nobody sees what the library's own allreduce moves.
 
     def __init__(self, inner: Messages, more: int) -> None:
         self._inner = inner
         self._more = more
-        self._users: Counter[_Route] = Counter()  # transfers that were described, and not given back
+        self._users: Counter[_Route] = Counter()  # Transfers that were described, and not given back.
         self._spare: dict[_Route, list[_StagedMessage]] = {}
         self._given_up: list[tuple[_Route, _StagedMessage]] = []
 

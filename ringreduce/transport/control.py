@@ -18,8 +18,8 @@ _LINE = 64
 _BUFFER_NBYTES = 32 << 10
 _PART_NBYTES = 2 * _LINE + _BUFFER_NBYTES
 
-_LENGTH = struct.Struct("<q")  # of the note that follows
-_TURN = struct.Struct("<qq")  # in its place: the bytes of the next buffer, negative, and its place
+_LENGTH = struct.Struct("<q")  # Length of the note that follows.
+_TURN = struct.Struct("<qq")  # In place of a length: the bytes of the next buffer, negative, and its place.
 
 
 class ControlChannel(Protocol):
@@ -79,7 +79,7 @@ class SharedControlChannel:
         for place, (peer, stream) in enumerate(self._all, 1):
             if stream.put_there[0] != stream.taken and not stream.taking:
                 note = stream.take()
-                self._all = self._all[place:] + self._all[:place]  # so that no rank is always served first
+                self._all = self._all[place:] + self._all[:place]  # Turned, so that no rank is always served first.
                 return peer, note
         return None
 
@@ -136,8 +136,8 @@ class NoteStream:
         self.put_there = theirs[:8].cast("q")
         self._turned_there = theirs[_LINE : _LINE + 8].cast("q")
         self._buffer = _NoteBuffer(mine[2 * _LINE :], place + 2 * _LINE, None, first=0)
-        self._full: deque[tuple[int, _NoteBuffer]] = deque()  # those before, each with where the next one begins
-        self._theirs = theirs[2 * _LINE : _PART_NBYTES], 0  # the peer's buffer, and where that begins
+        self._full: deque[tuple[int, _NoteBuffer]] = deque()  # The buffers before, each with where the next one begins.
+        self._theirs = theirs[2 * _LINE : _PART_NBYTES], 0  # The peer's buffer, and where it begins.
         self.taken = 0
 
     @property
@@ -159,7 +159,7 @@ class NoteStream:
             buffer = self._buffer
             start = put - buffer.first
             end = start + _LENGTH.size + len(note)
-            if end > len(buffer.memory) - _LINE:  # the last line is for the note that says where the next buffer is
+            if end > len(buffer.memory) - _LINE:  # The last line is for the note that says where the next buffer is.
                 buffer = self._turn(put, len(note))
                 end -= start
                 start = 0
@@ -186,7 +186,7 @@ class NoteStream:
             self.grown = True
         _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(found.memory), found.place)
         last = put, self._buffer
-        self._buffer = found  # first: an exception of a signal handler must not leave it among those that are full
+        self._buffer = found  # Comes first: an exception of a signal handler must not leave it among the full ones.
         self._full.append(last)
         return found
 

@@ -23,8 +23,8 @@ class MemoryWorld:
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size = size
         self.timeout_s = timeout_s
-        # deque.append and popleft are atomic, so the queues need no lock of their own; and so is dict.setdefault, while
-        # a defaultdict may give two threads a queue each.
+        # The queues need no lock of their own: deque.append and popleft are atomic, and so is dict.setdefault, while a
+        # defaultdict may give two threads a queue each.
         self.queues: dict[tuple[int, int, int], deque[_MemoryTransfer]] = {}
         self.notes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         self.segments: dict[tuple[int, int], Array] = {}
@@ -143,7 +143,7 @@ class MemoryMessages:
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> MemoryMessages | None:
         self._subsets += 1
-        world = self._world.subworlds.setdefault(  # atomic: the first to come makes it
+        world = self._world.subworlds.setdefault(  # An atomic call: the first to come makes it.
             (self._subsets, *ranks), MemoryWorld(len(ranks), self._world.timeout_s)
         )
         return world.messages(ranks.index(self.rank)) if self.rank in ranks else None
@@ -154,7 +154,7 @@ class MemoryMessages:
             each.done = True
 
     def renew(self) -> None:
-        self._rendezvous()  # nobody sends any more
+        self._rendezvous()  # From here on nobody sends.
         for (_, receiver, _), queue in list(self._world.queues.items()):
             if receiver == self.rank:
                 queue.clear()

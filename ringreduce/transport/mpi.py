@@ -21,10 +21,11 @@ from ringreduce.common.launch import launch
 from ringreduce.common.processes import at_exit, launcher_is_stopped
 from ringreduce.transport.waiting import Waiter
 
-# mpi4py starts MPI at its import, with Python's lock held, and MPI waits there for all ranks of the job: no other
-# thread could look at the time. And it ends MPI at the exit of every process that has it, those too that a rank has
-# forked, and these would wait there for the other ranks. So both are done here, unless the program has settled that
-# before: what mpi4py has registered then is a function of C, which runs after all of Python's and cannot be taken back.
+# MPI is started and ended here, unless the program has settled that before. At its import mpi4py starts MPI with
+# Python's lock held, and MPI waits there for all ranks of the job: no other thread could look at the time. And mpi4py
+# ends MPI at the exit of every process that has it, also of those that a rank has forked, which would wait there for
+# the other ranks. What mpi4py has registered once is a function of C, which runs after all of Python's and cannot be
+# taken back.
 _is_ours = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize and mpi4py.rc.finalize is None
 if _is_ours:
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -34,7 +35,7 @@ from mpi4py import MPI  # noqa: E402
 _PARTING_S = 1.0
 #: On communicators that are not ours: one of the largest that there always are.
 _STARTING_TAG = 32766
-_WHO_IS_HERE = 0  # what is sent with that tag
+_WHO_IS_HERE = 0  # This and the next number are sent with that tag.
 _I_AM = 1
 #: Errors that mean that a rank has died, or that another one has seen that first.
 _FAILED = {getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")}
@@ -60,7 +61,7 @@ _survivors: MPI.Intracomm | None = None
 
 def world() -> MPI.Intracomm:
     """Return the communicator of all ranks, or of the survivors if some have failed, initialising MPI if need be."""
-    if not MPI.Is_initialized():  # as with ``mpi4py.rc.initialize = False``
+    if not MPI.Is_initialized():  # So it is with ``mpi4py.rc.initialize = False``.
         _start()
         at_exit(_finalize)
     return MPI.COMM_WORLD if _survivors is None else _survivors
@@ -188,7 +189,7 @@ def duplicates(comm: MPI.Intracomm, waiter: Waiter, count: int) -> list[MPI.Intr
     with translated():
         for number in range(count):
             if number == len(begun):
-                copy, request = comm.Idup()  # not Dup, which waits without limit for a rank that does not come
+                copy, request = comm.Idup()  # Dup would wait without limit for a rank that does not come.
                 begun.append(_Duplicate(copy, request))
             _finish(comm, begun[number].request, waiter)
     made = [copy for copy, _ in _begun.pop(comm.py2f())]

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 #: On communicators that are not ours, the largest tags that there always are; see `ringreduce.transport.mpi` for one.
 _HERE_TAG = 32767
 _GO_ON_TAG = 32765
-_NOTICE_S = 2.0  # the library reports a death within 0.1 s
+_NOTICE_S = 2.0  # The library reports a death within 0.1 s.
 
 
 class MpiRanks:
@@ -45,13 +45,13 @@ class MpiRanks:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._given = comm
-        self._comm = comm  # the survivors
-        self._here: set[int] = set()  # which of the given ones have come to go on without the failed
-        self._awaited: dict[int, MPI.Request] = {}  # by rank, the note that says so
-        self._processes: dict[int, int] = {}  # of the given ones that are on this host
-        self._present = list(range(comm.size))  # the given ones that have not failed
-        self._doubtful: list[int] = []  # of the given ones, those that may live though MPI counts them as dead
-        self._priority: int | None = None  # by which the present ranks were ordered; None: they are the given ones
+        self._comm = comm  # The survivors' communicator.
+        self._here: set[int] = set()  # Given ranks that have come to go on without the failed ones.
+        self._awaited: dict[int, MPI.Request] = {}  # By rank, the note that it has come.
+        self._processes: dict[int, int] = {}  # Processes of given ranks on this host.
+        self._present = list(range(comm.size))  # Given ranks that have not failed.
+        self._doubtful: list[int] = []  # Given ranks that may live though MPI counts them as dead.
+        self._priority: int | None = None  # The order of the present ranks; None: they are the given ones.
         if launch().survives_deaths and comm.rank == 0 and MPI.Comm.Get_parent() != MPI.COMM_NULL:
             _log.warning(
                 "other ranks have started these, by MPI_Comm_spawn: %s does not report when one of them dies, and"
@@ -106,7 +106,7 @@ class MpiRanks:
 
     def abort(self, code: int) -> None:
         if launch().survives_deaths:
-            os.kill(os.getpid(), signal.SIGKILL)  # the others survive; only ends by a signal are reported to them
+            os.kill(os.getpid(), signal.SIGKILL)  # The others survive: only ends by a signal are reported to them.
         MPI.COMM_WORLD.Abort(code)
 
     def reconfigure(self, priority: int, waiter: Waiter) -> None:
@@ -132,12 +132,13 @@ class MpiRanks:
         survivors = cast("MPI.Intracomm", self._given.Shrink())
         survivors.Set_errhandler(MPI.ERRORS_RETURN)
         try:
-            everyone = np.zeros(survivors.size, np.int64)  # no objects: somebody could have one of his unpickled
+            # Numbers, not objects, of which somebody could have one unpickled.
+            everyone = np.zeros(survivors.size, np.int64)
             survivors.Allgather(np.array([priority]), everyone)
             key = np.count_nonzero(everyone > priority) * survivors.size + survivors.rank
             ordered = cast("MPI.Intracomm", survivors.Split(0, key))
         except MPI.Exception:
-            survivors.Revoke()  # or others would wait in there for a rank that has an error
+            survivors.Revoke()  # Others would wait in there for a rank that has an error.
             raise
         ordered.Set_errhandler(MPI.ERRORS_RETURN)
         survivors.Free()
@@ -189,18 +190,18 @@ class MpiRanks:
         comm = self._given
         waits: set[int] = set(range(comm.size)) - {comm.rank} - self._here
         for peer in range(comm.size):
-            with suppress(MPI.Exception):  # that rank has failed
+            with suppress(MPI.Exception):  # That rank may have failed.
                 if peer != comm.rank:
                     comm.Isend([b"", MPI.BYTE], peer, _GO_ON_TAG)
                     if peer not in self._awaited:
                         self._awaited[peer] = comm.Irecv([bytearray(), MPI.BYTE], peer, _GO_ON_TAG)
-        quiet: dict[int, float] = {}  # ranks whose process has ended, and when that was seen
+        quiet: dict[int, float] = {}  # Ranks whose process has ended, and when that was seen.
 
         def all_answered() -> bool:
             for peer in list(waits):
                 if self._has_come(peer):
                     waits.discard(peer)
-                    self._here.add(peer)  # for good: it waits for the others without a time limit from then on
+                    self._here.add(peer)  # It stays: from then on that rank waits for the others without a time limit.
             return not waits
 
         def check_unreported_ends() -> None:

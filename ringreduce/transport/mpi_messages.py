@@ -20,7 +20,7 @@ from ringreduce.transport.waiting import Waiter
 
 # isort: split
 
-from mpi4py import MPI  # after ringreduce.transport.mpi, which decides how MPI ends
+from mpi4py import MPI  # Imported after ringreduce.transport.mpi, which decides how MPI ends.
 
 #: What the library reduces; mpi4py finds MPI's names for them.
 _TYPES = frozenset(("float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))
@@ -34,7 +34,7 @@ _OPS = {
 _NOTE_TAG = 0
 _LAST_TAG = 1
 _GIVEN_UP_TAG = 2
-_REFUSAL = -1  # in place of a number of notes
+_REFUSAL = -1  # Sent in place of a number of notes.
 _NO_COMM = cast("MPI.Intracomm", MPI.COMM_NULL)
 
 #: Transports that were not closed, or had transfers under way then: MPI may still use the memory which these name, so
@@ -76,7 +76,7 @@ class MpiMessages:
         # A request that is under way when its call fails is not freed: MPI may still write to the memory it names.
         self._described: dict[int, _DescribedMessage] = {}
         self._given_up: list[_DescribedMessage] = []
-        self._to_free: list[MPI.Prequest] = []  # of those
+        self._to_free: list[MPI.Prequest] = []  # Persistent requests that are to be freed.
         self._data, control = duplicates(comm, waiter, 2)
         self._control = _Control(control, waiter)
         self.post = self._control.post
@@ -132,7 +132,7 @@ class MpiMessages:
             for request in cast("Sequence[MPI.Prequest]", requests):
                 if id(request) in given_up:
                     self._to_free.append(request)
-                elif self._described.pop(id(request), None) is not None:  # else `revoke` has taken it
+                elif self._described.pop(id(request), None) is not None:  # Otherwise `revoke` has taken it.
                     request.Free()
         except MPI.Exception as error:
             raise translate(error, self._data) from error
@@ -147,12 +147,12 @@ class MpiMessages:
         # frees the memory that this takes, as much as the data.
         with translated(self._data):
             request = self._data.Iallreduce(MPI.IN_PLACE, data, _OPS[op])
-            self._control.unfinished.append((request, data))  # which stay if a rank does not come
+            self._control.unfinished.append((request, data))  # They stay if a rank does not come.
             self._waiter.until(request.Test, lambda: "all ranks in the MPI library's own allreduce")
             self._control.unfinished.pop()
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> MpiMessages | None:
-        self.exchange(b"")  # which has a time limit; splitting has none
+        self.exchange(b"")  # The exchange has a time limit; splitting has none.
         with translated(self._data):
             part = self._control.comm.Split(ranks[0] if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if part == MPI.COMM_NULL:
@@ -192,7 +192,7 @@ class MpiMessages:
             self._control.unfinished.append((left, given_up))
             self._waiter.until(lambda: MPI.Request.Testall(left), lambda: "messages of a call that was given up")
             self._control.unfinished.pop()
-        self.exchange(b"")  # no rank may send before all receives that were given up have ended
+        self.exchange(b"")  # No rank may send before all receives that were given up have ended.
         freeing = self._to_free
         self._to_free = []
         self.free(freeing)
@@ -209,7 +209,8 @@ class MpiMessages:
 
     def revoke(self) -> None:
         comms = self._data, self._control.comm
-        self._data = self._control.comm = _NO_COMM  # not freed: later ones would get their numbers, and their messages
+        # They are not freed: later communicators would get their numbers, and their messages.
+        self._data = self._control.comm = _NO_COMM
         for comm in comms:
             if comm != MPI.COMM_NULL:
                 with suppress(MPI.Exception):
@@ -234,7 +235,7 @@ class MpiMessages:
             if self._control.part():
                 self._data.Free()
                 self._control.comm.Free()
-            else:  # what is still under way to this rank must not be taken for a message of a later communicator
+            else:  # A later communicator must not get messages that are under way.
                 self._data = self._control.comm = _NO_COMM
         self._forget()
 
@@ -260,7 +261,7 @@ class _Control:
         self._waiter = waiter
         self._peers = peers_in(comm)
         self._exchanges = 0
-        self._gave_up = ""  # why the ranks do not exchange anything any more
+        self._gave_up = ""  # Why the ranks do not exchange anything any more.
         self._sent, self._received = np.zeros((2, comm.size), np.int64)
 
     def post(self, note: bytes, peer: int) -> None:
@@ -268,15 +269,15 @@ class _Control:
             for each in [each for each in self.posted if each[0].Test()]:
                 self.posted.remove(each)
             posted = self.comm.Isend([note, MPI.BYTE], peer, _NOTE_TAG), note
-            self.posted.append(posted)  # before the test, which may raise while MPI still reads the note
+            self.posted.append(posted)  # Kept before the test, which may raise while MPI still reads the note.
             self._sent[peer] += 1
-            if posted[0].Test():  # as nearly all are
+            if posted[0].Test():  # Nearly all are done at once.
                 self.posted.remove(posted)
         except MPI.Exception as error:
             raise translate(error, self.comm) from error
 
     def poll(self) -> tuple[int, bytes] | None:
-        status = MPI.Status()  # of this call alone: a signal handler may communicate in the middle of it
+        status = MPI.Status()  # Each call has its own: a signal handler may communicate in the middle of it.
         try:
             message = self.comm.Improbe(MPI.ANY_SOURCE, _NOTE_TAG, status)
             if message is None:
@@ -297,7 +298,7 @@ class _Control:
         with translated(self.comm):
             own = np.array([len(payload)], np.int64)
             self._finish(self.comm.Iallgather(own, sizes), own, sizes)
-            if sizes.min() < 0 or sizes.max() >= 1 << 31:  # as MPI counts
+            if sizes.min() < 0 or sizes.max() >= 1 << 31:  # MPI counts in 31 bits.
                 raise ChangedMessageError(f"ranks exchange {sizes.tolist()} bytes: a number has changed on its way")
             gathered = bytearray(int(sizes.sum()))
             counts = sizes.tolist()
@@ -312,14 +313,14 @@ class _Control:
         If it fails, ``memory``, which the exchange reads and writes, stays, since the others may yet complete it.
         """
         self.unfinished.append((request, *memory))
-        gone: set[int] = set()  # ranks that have given it up
+        gone: set[int] = set()  # Ranks that have given it up.
         status = MPI.Status()
         number = np.zeros(1, np.int64)
 
         def over() -> bool:
             while self.comm.Iprobe(MPI.ANY_SOURCE, _GIVEN_UP_TAG, status):
                 self.comm.Recv(number, status.Get_source(), _GIVEN_UP_TAG)
-                if 1 <= number[0] <= self._exchanges:  # who has given up one takes part in no later one either
+                if 1 <= number[0] <= self._exchanges:  # A rank that has given up one takes part in no later one either.
                     gone.add(status.Get_source())
             return bool(gone) or request.Test()
 
@@ -334,7 +335,7 @@ class _Control:
         peers = self._peers
         mine = np.array([self._exchanges])
         self.unfinished.append(([self.comm.Isend(mine, peer, _GIVEN_UP_TAG) for peer in peers], mine))
-        soon(lambda: over() and len(gone) == len(peers))  # all ranks that have come give it up
+        soon(lambda: over() and len(gone) == len(peers))  # All ranks that have come give it up.
         missing = [rank for rank in peers if rank not in gone]
         if complete or not missing:
             self._gave_up = f"{name_ranks(sorted(gone))} had stopped waiting for this rank to join an exchange"
@@ -346,7 +347,7 @@ class _Control:
         """Tell the others not to wait for this rank in `part`."""
         refusal = np.array([_REFUSAL])
         for peer in self._peers:
-            with suppress(MPI.Exception):  # this one has died
+            with suppress(MPI.Exception):  # This rank may have died.
                 self.unfinished.append((self.comm.Isend([refusal, MPI.INT64_T], peer, _LAST_TAG), refusal))
 
     def part(self) -> bool:

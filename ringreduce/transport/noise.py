@@ -17,9 +17,9 @@ import hashlib
 from ringreduce.common.errors import TransportError
 from ringreduce.common.keys import KEY_NBYTES
 
-_NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash, so it is the first one as it is
+_NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # The name is as long as a hash, so it is the first hash itself.
 _PUBLIC_NBYTES = 32
-_NONCE = bytes(12)  # the first one: of this pattern, each key seals one message
+_NONCE = bytes(12)  # Always the first one: of this pattern, each key seals one message.
 
 
 class _Transcript:
@@ -36,7 +36,7 @@ class _Transcript:
 
         self.hash = self._chaining = _NAME
         self._mix_hash(prologue)
-        self._chaining, mixed, self._key = self._hkdf(psk, 3)  # the token psk: MixKeyAndHash
+        self._chaining, mixed, self._key = self._hkdf(psk, 3)  # The token psk: MixKeyAndHash.
         self._mix_hash(mixed)
         made = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
         self._ephemeral = made
@@ -58,7 +58,7 @@ class _Transcript:
 
         try:
             shared = self._ephemeral.exchange(X25519PublicKey.from_public_bytes(public))
-        except ValueError as error:  # of another length, or a point that makes the result the same for all
+        except ValueError as error:  # It has another length, or is a point that makes the result the same for all.
             raise TransportError(f"this is no public key: {error}") from None
         self._mix_key(shared)
 

@@ -30,12 +30,12 @@ from ringreduce.transport.waiting import Waiter
 # A note: the tag, the head of the kind, then the array itself if it is small, else its number.
 _TAG = struct.Struct("<q")
 _LAST_TAG = (1 << 63) - 1
-_HEAD = struct.Struct("<qH")  # bytes, and how long the description is
+_HEAD = struct.Struct("<qH")  # How many bytes follow, and how long the description is.
 _NUMBER = struct.Struct("<q")
-_SMALL = 4096  # bytes that travel in the note itself
-_PIECE = 1 << 30  # bytes of one message
-_UNREAD = 16 << 20  # bytes of notes in shared memory that a rank has not read, before a send to it waits
-_POLLS = 300  # for a note, before others may have the lock: about 10 us
+_SMALL = 4096  # Up to so many bytes travel in the note itself.
+_PIECE = 1 << 30  # The most bytes of one message.
+_UNREAD = 16 << 20  # Unread bytes of notes in shared memory before a send to that rank waits.
+_POLLS = 300  # Looks for a note, before others may have the lock: about 10 us.
 
 
 class ArrayKind(NamedTuple):
@@ -148,9 +148,10 @@ class PointToPoint:
         waiter.watchers.append(self._watch)
         self._find_failed = find_failed
         self._lock = threading.RLock()
-        self._numbers = [count() for _ in range(messages.size)]  # of the large arrays that each rank was sent
-        self._announced: list[tuple[int, int, bytes]] = []  # sender, tag and note, in the order in which they came
-        self._awaited: list[PeerTransfer] = []  # receives that nothing has come for yet
+        # By rank, numbers of the large arrays that it was sent.
+        self._numbers = [count() for _ in range(messages.size)]
+        self._announced: list[tuple[int, int, bytes]] = []  # Sender, tag and note, in the order in which they came.
+        self._awaited: list[PeerTransfer] = []  # Receives that nothing has come for yet.
         self._moving: list[PeerTransfer] = []
         self._lifetime = lifetime
         lifetime.listen_while_held("failed", self._end_all)
@@ -184,7 +185,8 @@ class PointToPoint:
             self._wait_for_room(stream, peer)
         with self._lock:
             self._lifetime.require_open("message")
-            number = 0 if is_small else next(self._numbers[peer])  # no other array has it, even if this one fails
+            # No other array has this number, even if this one fails.
+            number = 0 if is_small else next(self._numbers[peer])
             note = _TAG.pack(tag) + kind.head + (data.tobytes() if is_small else _NUMBER.pack(number))
             if stream is None:
                 self._messages.post(note, peer)
@@ -243,7 +245,7 @@ class PointToPoint:
             try:
                 note = stream.take()
             except TransportError:
-                if stream.taking:  # in what a signal handler has interrupted
+                if stream.taking:  # A signal handler has interrupted this.
                     raise
                 return None
             if note.startswith(head):
@@ -334,7 +336,7 @@ class PointToPoint:
             for poll in tuple(self._polls):
                 while self._awaited and (arrived := poll()) is not None:
                     self._take(*arrived)
-                    if len(self._polls) > 1:  # the other comes first next time
+                    if len(self._polls) > 1:  # The other comes first next time.
                         self._polls = [*(each for each in self._polls if each != poll), poll]
             if self._moving:
                 for each in self._moving:
@@ -387,10 +389,10 @@ class PointToPoint:
         self._moving = []
         for each in ended:
             if not each.done:
-                each.end(error)  # what MPI still moves it keeps alive itself
+                each.end(error)  # MPI itself keeps alive what it still moves.
 
     def _forked(self) -> None:
-        self._lock = threading.RLock()  # the rank may hold it
+        self._lock = threading.RLock()  # The rank may hold the former one.
         self._moving = []
         self._awaited = []
 
@@ -403,7 +405,7 @@ class PointToPoint:
                 try:
                     self._receive(each, sender, note)
                 except BaseException as error:
-                    each.end(error)  # nothing else will: it is in no list
+                    each.end(error)  # Nothing else ends it: it is in no list.
                     raise
                 return
         self._announced.append((sender, tag, note))

@@ -23,10 +23,10 @@ from ringreduce.transport.waiting import Waiter
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_Buffer = Any  # bytes, or an array of bytes
+_Buffer = Any  # Bytes, or an array of bytes.
 
 _SEAL_NBYTES = 16
-_NONCE = struct.Struct(">IQ")  # a tag, and a counter: 96 bits
+_NONCE = struct.Struct(">IQ")  # A tag, and a counter: 96 bits.
 _MOST = (1 << 64) - 1
 
 
@@ -35,7 +35,7 @@ class TagCounts:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        self._below = 0  # all smaller tags were used once, but for those that have a count of their own
+        self._below = 0  # All smaller tags were used once, but for those that have a count of their own.
 
     def next(self, tag: int) -> int:
         """Return how many messages of a tag there were before this one.
@@ -97,7 +97,7 @@ class Cipher:
         """
         try:
             self._decrypt(_NONCE.pack(*nonce), sealed, None, plain)
-        except self._invalid:  # also if less than 16 bytes have come
+        except self._invalid:  # So it is, too, if less than 16 bytes have come.
             return False
         return True
 
@@ -127,7 +127,7 @@ def sealed(inner: Messages, key: Secret, name: str) -> Messages:
     fresh = inner.exchange(mine)
     fresh[inner.rank] = mine
     for rank, each in enumerate(fresh):
-        if len(each) != KEY_NBYTES:  # or other parts could make the same key together
+        if len(each) != KEY_NBYTES:  # Otherwise other parts could make the same key together.
             raise _not_opened(f"part of rank {rank} in a new key ({len(each)} bytes)")
     return cast("Messages", SealedMessages(inner, Secret(key.derive(name, b"".join(fresh)))))
 
@@ -156,7 +156,7 @@ class SealedMessages(GuardedMessages):
         super().__init__(inner, _SEAL_NBYTES)
         self._key = key
         self._lock = threading.RLock()
-        self._busy = False  # whether a message is being numbered
+        self._busy = False  # Whether a message is being numbered.
         self._streams: dict[tuple[str, int, bool], _SealedStream] = {}
         self._renewals = 0
         self._subsets = 0
@@ -181,7 +181,7 @@ class SealedMessages(GuardedMessages):
         transfer.stream = self._stream("data", transfer.route.peer, is_send=transfer.route.is_send)
 
     def start(self, requests: Sequence[Any]) -> None:
-        with self._lock:  # as `_in_turn` does, with fewer calls: small messages notice them
+        with self._lock:  # Like `_in_turn`, with fewer calls: small messages notice them.
             if self._busy:
                 raise _interrupted()
             self._busy = True
@@ -199,7 +199,7 @@ class SealedMessages(GuardedMessages):
     def unpack(self, transfer: GuardedTransfer, room: memoryview) -> None:
         if not transfer.stream.cipher.open((transfer.tag, transfer.number), room, transfer.data):
             _, peer, tag, nbytes = transfer.route
-            transfer.data[:] = bytes(nbytes)  # as it holds now what somebody else has made of it
+            transfer.data[:] = bytes(nbytes)  # Until here it holds what somebody else has made of it.
             raise _not_opened(f"message {transfer.number} of tag {tag} from rank {peer} ({nbytes} bytes)")
 
     def renew(self) -> None:

@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 from ringreduce.common.errors import CollectiveTimeoutError
 
-_POLLS = 100  # checks before the core is given away: about 5 us
-_YIELDS = 16  # times that it is, between two looks at the clock
-_YIELD_S = 0.002  # after this long a peer is late, not merely behind: nap instead
-_SOME_YIELD_S = 100e-6  # the same where other transfers are under way
-_SLOW_S = 400e-6  # transfers that take longer are not worth the core's time
-_MOST_S = 4e-3  # a longer wait counts as this one
-_NAP_S = 50e-6  # the kernel rounds this up to about 100 us
-_PATIENT_YIELD_S = 50e-6  # where the program needs the core
+_POLLS = 100  # Checks before the core is given away: about 5 us.
+_YIELDS = 16  # How often the core is given away between two looks at the clock.
+_YIELD_S = 0.002  # After this long a peer is late, not merely behind: nap instead.
+_SOME_YIELD_S = 100e-6  # The same where other transfers are under way.
+_SLOW_S = 400e-6  # Transfers that take longer are not worth the core's time.
+_MOST_S = 4e-3  # A longer wait counts as this one.
+_NAP_S = 50e-6  # The kernel rounds this up to about 100 us.
+_PATIENT_YIELD_S = 50e-6  # The limit where the program needs the core.
 _PATIENT_NAP_S = 250e-6
-_LONG_NAP_S = 1e-3  # after a second
+_LONG_NAP_S = 1e-3  # The nap after a second of waiting.
 
 
 def _never() -> bool:
@@ -42,7 +42,7 @@ class Waiter:
         self.crowded = crowded
         self.patient: Callable[[], bool] = _never
         self.watchers: list[Callable[[], None]] = []
-        self._usual_s = 0.0  # how long waits for some of several transfers take
+        self._usual_s = 0.0  # How long waits for some of several transfers take.
 
     def forget(self) -> None:
         """Ask nobody any more: transports that end with messages under way keep their waiter, but not its users."""
@@ -106,7 +106,7 @@ class Waiter:
             for left in reversed(range(checks if naps else _YIELDS)):
                 if ready():
                     return elapsed
-                if left or not (naps and patient):  # to yield, too, would make a nap some ms longer beside the program
+                if left or not (naps and patient):  # To yield, too, would make a nap some ms longer beside the program.
                     os.sched_yield()
             for watcher in self.watchers:
                 watcher()

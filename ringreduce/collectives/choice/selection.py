@@ -200,7 +200,8 @@ def choose(problem: Problem, config: Config, algorithm: str | None = None, table
         if config.algorithm in possible:
             return forced(problem, config.algorithm)
         if config.algorithm not in (VENDOR, NCCL):
-            algorithms.find(problem.collective, config.algorithm)  # it may not run here, but it must exist
+            # Raises if there is none; it need not be able to run here.
+            algorithms.find(problem.collective, config.algorithm)
     if table is not None and (measured := table.choose(_nbytes_reduced(problem)).algorithm) in possible:
         return _choice(problem, measured, _MEASURED)
     return _ruled(problem)

@@ -190,7 +190,7 @@ class BoundSchedule:
         self._signature = link.signature
         self._instruments = link.instruments or Instruments()
         largest = max((block.stop - block.start for segment in segments for block in segment), default=0)
-        self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES  # encoded, messages are small
+        self._bulk = coding is None and largest * memory.mine.itemsize >= _BULK_NBYTES  # Encoded messages are small.
         # Not a bound method: that cycle would keep the caller's memory alive until the garbage collector runs.
         self._waiting_for = partial(_waiting_for, schedule, link.signature, link.absent)
         nstreams = min(STREAMS, len(segments))
@@ -249,7 +249,7 @@ class BoundSchedule:
         Yields:
             The messages that must be complete before it goes on, and those that may stay under way.
         """
-        together = len(self._streams) > 1  # then `_run_together` reports the waits
+        together = len(self._streams) > 1  # With several streams `_run_together` reports the waits.
         for each in rounds:
             if each.requests:
                 started += each.requests
@@ -300,7 +300,7 @@ class BoundSchedule:
 
     def _bind(self, index: int, segment: Segment, tag: int, scratch: _Landing, kept: _Landing) -> Iterator[_BoundStep]:
         kept.reset()
-        known: dict[range, Bytes] = {}  # blocks that the step before has combined -> their encoding
+        known: dict[range, Bytes] = {}  # Blocks that the step before has combined, and their encoding.
         for number, step in enumerate(self._schedule.steps):
             name = f"step {number + 1} of segment {index + 1}"
             scratch.reset()

@@ -39,10 +39,10 @@ class LongAverage:
         self._own = own
         self._any_rank = any_rank
         self.counts = [count if any_rank is not None else count + 1 for count in counts]
-        self._parts: list[tuple[slice, slice]] = []  # of the source, and of the buffer
-        self._flags: list[int] = []  # elements of the buffer
-        self._result = slice(0, 0)  # of the buffer
-        self._pieces: list[slice] = []  # of the result
+        self._parts: list[tuple[slice, slice]] = []  # Slices of the source, and of the buffer.
+        self._flags: list[int] = []  # Elements of the buffer.
+        self._result = slice(0, 0)  # A slice of the buffer.
+        self._pieces: list[slice] = []  # Slices of the result.
         read = written = 0
         for number, (count, taken) in enumerate(zip(counts, self.counts, strict=True)):
             self._parts += [

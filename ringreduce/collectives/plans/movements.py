@@ -139,7 +139,7 @@ class _Alltoall(_Movement):
         if len(counts) == 1:
             self._run(bind, (self._where, target.address, *counts))
         else:
-            self._run(bind)  # the numbers mostly differ from call to call
+            self._run(bind)  # Bound anew: the numbers mostly differ from call to call.
 
 
 class _GatherRows(_Movement):

@@ -48,7 +48,7 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
 
     is_pair = len(context.board.members) == 2
 
-    def staged() -> _ThroughBoard:  # is kept, so it refers to no operand
+    def staged() -> _ThroughBoard:  # It is kept, so it refers to no operand.
         kind = MailedPair if is_pair and nbytes <= MAILBOX_NBYTES else StagedTwoShot
         return plans.get(("staged", code), lambda: kind(context, task, count))
 
@@ -162,7 +162,7 @@ class _ThroughBoard(BoundCall):
         """Enter the call, once the own array is copied in; return when all ranks have copied theirs."""
         board = self._board
         for other in board.enter(self._signature):
-            if other != NOWHERE:  # that rank copies its input only after the rendezvous
+            if other != NOWHERE:  # That rank copies its input only after the rendezvous.
                 board.barrier(self._signature.text)
                 break
         if self._instruments.observers:
@@ -175,7 +175,7 @@ class MailedPair(_ThroughBoard):
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task)
         self._address = -1
-        self._last: Callable[[Array], object] | None = None  # from an array at this address
+        self._last: Callable[[Array], object] | None = None  # The copy from the last array, if it was at this address.
 
     def run(self, source: Operand, place: Place) -> None:
         self.into_any(source)(place(()).view)
@@ -245,7 +245,7 @@ class StagedTwoShot(_ThroughBoard):
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task)
         self._where = -1, -1
-        self._last: _OnArrays | None = None  # bound to arrays at these addresses
+        self._last: _OnArrays | None = None  # Bound to the arrays at the last addresses.
         board = context.board
         self._pieces = []
         dtype = task.dtype.storage
@@ -367,8 +367,8 @@ class TwoShot(NodePlan):
         self._target = self._source if target.address == source.address else unowned(target.view, target.address)
         given, taken = places
         self._entry = Signature(self._text, task.signature.code, source=given, target=taken)
-        self._others: list[int] = []  # in the last call
-        self._last: list[Call] | _OnArrays = []  # bound for these
+        self._others: list[int] = []  # Places of the others in the last call.
+        self._last: list[Call] | _OnArrays = []  # The steps that are bound to these.
 
     def run(self, source: Operand, place: Place) -> None:
         board = self._board

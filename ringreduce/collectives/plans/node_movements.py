@@ -74,7 +74,7 @@ class _ToRoot(NodePlan):
         self._carry_out(mine, room)
         if self._target is not None and room is not None and room is not self._target:
             np.copyto(self._target, room)
-        for block in blocks:  # after a failure they stay: a rank that is late may still store there
+        for block in blocks:  # After a failure they stay: a rank that is late may still store there.
             self._context.arena.release(block)
 
     def _carry_out(self, mine: Signature, result: Array | None) -> None:
@@ -181,10 +181,10 @@ class _Loads(NodePlan):
 
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
         super().__init__(context, task, source)
-        self._stride = 2 + len(numbers)  # of what the others publish
-        self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # by the numbers of the others
+        self._stride = 2 + len(numbers)  # How many numbers each of the others publishes.
+        self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # Layouts by the numbers of the others.
         self._last: list[_LastLoads | None] = [None] * TURNS
-        self._copies: list[list[Call] | None] = []  # by turn, what copies to the mailbox
+        self._copies: list[list[Call] | None] = []  # By turn, the copy to the mailbox.
         self._mailed: list[slice] = []
         place = MAILED
         if _is_read(task, context.rank):
@@ -245,7 +245,7 @@ class _Loads(NodePlan):
             call()
         if instruments.observers:
             instruments.step("load")
-        if bound.some_wait:  # this rank waits only if others read its input where it is
+        if bound.some_wait:  # This rank waits only if others read its input where it is.
             board.barrier(self._text, wait=mine.source != MAILED)
             if instruments.observers:
                 instruments.step("barrier")
@@ -298,7 +298,7 @@ class _Loads(NodePlan):
                     peers[peer] = boxes[board.members.index(peer)]
                 else:
                     peers[peer] = context.arena.at(peer, place, source.dtype, count=size)
-                    if published == MAILED:  # no barrier shows that a peer has given up meanwhile
+                    if published == MAILED:  # No barrier shows that a peer has given up meanwhile.
                         present.append(partial(board.require_present, number, self._text))
         memory = BlockMemory(
             source,

@@ -82,7 +82,8 @@ def _memory(context: Context, task: Task, source: Operand, target: Operand | Non
     there = target
     shares_memory = task.choice.path is Path.HIERARCHICAL
     if there is None and not shares_memory:
-        there = None if any(step.recvs for step in context.steps(task).steps) else source  # it is only sent
+        # Without receives it is only sent.
+        there = None if any(step.recvs for step in context.steps(task).steps) else source
     if there is None or task.is_wide:
         return None
     in_arena = context.arena.locate(there.address, there.nbytes) != NOWHERE
@@ -155,7 +156,8 @@ class _MessageReduction(BoundCall):
             self._work = context.arena.view(place, task.dtype.storage, count)
         collective = task.kind.collective
         self._wants_result = collective is Collective.ALLREDUCE or context.rank == task.kind.root
-        self._divides = collective is Collective.REDUCE and task.op is ReduceOp.AVERAGE  # else the schedule does
+        # Otherwise the schedule divides.
+        self._divides = collective is Collective.REDUCE and task.op is ReduceOp.AVERAGE
         self.coding: Coded | None = None
         if task.kind.codec is None:
             nblocks = context.steps(task).nblocks
@@ -231,7 +233,7 @@ class _ReduceScatter(BoundCall):
             for segment in segments
         ]
         memory = BlockMemory(work) if target is None else BlockMemory(work, result=target, result_segments=results)
-        op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # only the own block is complete in the end
+        op = ReduceOp.SUM if task.op is ReduceOp.AVERAGE else task.op  # Only the own block is complete in the end.
         self._schedule = context.bind(task, segments, memory, kernels=context.kernels(task.dtype, op))
         self._own = work[own] if target is None else target
 

@@ -48,11 +48,11 @@ BLOCK = 1 << 14
 #: Blocks that are sent in one allreduce (a group), all with as many words as the widest needs.
 GROUP = 32
 
-_LIMB = 40  # bits of an accumulator's words
-_TERMS = 1 << 22  # that can be added to these before carries: 2^(40 + 22) fits into 63 bits
-_WORD = 62  # bits of a word on the wire, those of the ranks' sum included
-_NOTHING = (-(1 << 20), -(1 << 20), 0)  # the window of zeros
-_NAME = "reproducible_allreduce"  # in errors
+_LIMB = 40  # Bits of an accumulator's words.
+_TERMS = 1 << 22  # So many terms can be added before carries: 2^(40 + 22) fits into 63 bits.
+_WORD = 62  # Bits of a word on the wire, those of the ranks' sum included.
+_NOTHING = (-(1 << 20), -(1 << 20), 0)  # The window of zeros.
+_NAME = "reproducible_allreduce"  # The name in errors.
 
 #: Significant bits, and the exponent of the least number above zero.
 _FORMATS = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
@@ -157,11 +157,11 @@ class ReproducibleAccumulator:
 # ---- what the ranks exchange ----
 
 
-@np.errstate(all="ignore")  # where warnings are errors, one would leave the other ranks waiting
+@np.errstate(all="ignore")  # Where warnings are errors, one would leave the other ranks waiting.
 def _merge(communicator: Communicator, blocks: Sequence[_Block], target: Operand, algorithm: str | None) -> None:
     """Sum blocks, as many and as long on all ranks, into the target. Collective."""
     windows = np.array([block.window() for block in blocks], np.int32).reshape(-1, 3)
-    communicator.allreduce(windows, MAX, out=windows)  # the bits of each block on any rank
+    communicator.allreduce(windows, MAX, out=windows)  # The result is the bits of each block on any rank.
     flat = target.flat()
     for group in pieces(0, len(blocks), GROUP):
         part = flat[group.start * BLOCK : group.stop * BLOCK]
@@ -192,7 +192,7 @@ def _merge_group(
             block.mark(special[place])
     if special.size:
         communicator.allreduce(special, SUM, out=special, algorithm=algorithm)
-        special[np.isnan(special)] = np.nan  # the sign and payload of the sum may depend on the order
+        special[np.isnan(special)] = np.nan  # The sign and payload of the sum may depend on the order.
     if words.size:
         communicator.allreduce(words, SUM, out=words, algorithm=algorithm)
     for place, low, width, count in zip(places, lows, widths, counts, strict=True):
@@ -225,7 +225,7 @@ class _Term:
         """Return (top, -low, special): all is below 2^top, and a multiple of 2^low; 1 for infinities and NaNs."""
         values = self._wide()
         bits = values.view(np.uint32 if values.itemsize == 4 else np.uint64)
-        bits = bits & np.array(~values.dtype.type(-0.0).view(bits.dtype))  # without the sign
+        bits = bits & np.array(~values.dtype.type(-0.0).view(bits.dtype))  # This clears the sign.
         largest = bits.max().view(values.dtype)
         special = not np.isfinite(largest)
         if special:
@@ -233,7 +233,7 @@ class _Term:
             largest = bits.max().view(values.dtype)
         if largest == 0:
             return *_NOTHING[:2], int(special)
-        bits -= bits.dtype.type(1)  # zeros become the largest
+        bits -= bits.dtype.type(1)  # By this zeros become the largest.
         smallest = (bits.min() + bits.dtype.type(1)).view(values.dtype)
         digits, least = _FORMATS[self._dtype.name]
         low = max(math.frexp(smallest)[1] - digits, least)
@@ -243,12 +243,13 @@ class _Term:
         """Add what is finite to words: row i counts units of 2^(low + i radix)."""
         rest = self._wide().astype(np.float64)
         if not np.isfinite(rest).all():
-            rest[~np.isfinite(rest)] = 0  # there is no integer for them
+            rest[~np.isfinite(rest)] = 0  # There is no integer for them.
         for index in reversed(range(len(words))):
-            word = _scaled(rest, -(low + index * radix)).astype(np.int64)  # cuts off what is below
+            word = _scaled(rest, -(low + index * radix)).astype(np.int64)  # The conversion cuts off lower bits.
             np.add(words[index], word, out=words[index])
             if index:
-                rest -= _scaled(word.astype(np.float64), low + index * radix)  # exact: the same leading bits
+                # The difference is exact: both have the same leading bits.
+                rest -= _scaled(word.astype(np.float64), low + index * radix)
 
     def mark(self, special: Array) -> None:
         """Add infinities and NaNs, in float32."""
@@ -288,7 +289,7 @@ class _Limbs:
 
     def _carry(self) -> None:
         """Make all words at most 2^(`_LIMB` - 1), of either sign, so that they end where the sum does."""
-        self._terms = 1  # as much as one term may be
+        self._terms = 1  # A carried word is at most as large as one term.
         index = min(self._words, default=0)
         while index <= max(self._words, default=-1):
             word = self._words.get(index)
@@ -317,7 +318,7 @@ class _Limbs:
                 continue
             position = index * _LIMB - low
             if position < 0:
-                word = word >> -position  # the bits below are zeros
+                word = word >> -position  # The bits below are zeros.
                 position = 0
             row, shift = divmod(position, radix)
             above = np.sign(word) * (np.abs(word) >> (radix - shift))
@@ -406,7 +407,7 @@ def _to_odd(whole: Array, dtype: DType) -> Array:
         return floats
     error = whole - floats.astype(np.int64)
     bits = floats.view(np.int32 if dtype.half else np.int64)
-    away = ((error ^ whole) >> 63) | 1  # from zero, in units of the last bit: 1 or -1
+    away = ((error ^ whole) >> 63) | 1  # Away from zero, in units of the last bit: 1 or -1.
     bits += (away * ((error != 0) & (bits & 1 == 0))).astype(bits.dtype)
     return floats
 

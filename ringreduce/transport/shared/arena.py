@@ -25,11 +25,11 @@ from ringreduce.transport.shared.segments import Segments
 
 #: Places in the memory of a rank, as one number: not negative, in its arena, see `place_in`; less than these two, the
 #: negative of an address in the private memory of its process.
-NOWHERE = -1  # where no peer can reach it
-MAILED = -2  # in the rank's mailbox for this call
+NOWHERE = -1  # No peer can reach the array.
+MAILED = -2  # The array is in the rank's mailbox for this call.
 
 _PAGE = 4096
-_KEPT_NBYTES = 256 << 20  # free memory that keeps its pages, of each of two kinds
+_KEPT_NBYTES = 256 << 20  # Free memory that keeps its pages, of each of two kinds.
 _OFFSET_BITS = 44  # 16 TiB; leaves 19 bits for the segment
 
 
@@ -57,7 +57,7 @@ def memory_nbytes() -> int:
     """Return how much memory this machine has, or the container in which this process runs."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # no such cgroup, or no limit: "max"
+        with suppress(OSError, ValueError):  # There may be no such cgroup, or no limit: "max".
             limits.append(int(Path(path).read_text(encoding="ascii")))
     return min(limits)
 
@@ -74,8 +74,8 @@ class _Space:
     def __init__(self, segments: Segments) -> None:
         self.memory: dict[int, Array] = {}
         self._segments = segments
-        self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> (offset, nbytes) of holes, ascending
-        self._freed_nbytes = 0  # since the pages of holes went back
+        self._free: dict[int, list[tuple[int, int]]] = {}  # By segment, offset and nbytes of its holes, ascending.
+        self._freed_nbytes = 0  # Counted since the pages of holes went back.
         self._bases: list[tuple[int, int, int]] = []  # (address, nbytes, segment) of all segments, ascending
 
     def find(self, nbytes: int) -> int:
@@ -172,10 +172,10 @@ class Arena:
         self._results_nbytes = results_nbytes
         self._result_nbytes_in_use = 0
         self._leases: dict[int, _Lease] = {}
-        self._returned: deque[_Lease] = deque()  # not taken back yet
+        self._returned: deque[_Lease] = deque()  # Leases that are not taken back yet.
         self._kept: list[Block] = []
         self._kept_nbytes = 0
-        self._seen: list[_Lease] = []  # by processes that were forked and have not ended
+        self._seen: list[_Lease] = []  # Leases that forked processes which have not ended can see.
 
     def allocate(self, nbytes: int, most_segments: Callable[[], int] | None = None) -> Block:
         """Return a page-aligned block of at least one byte; its content is undefined.
@@ -276,7 +276,7 @@ class Arena:
         place = self.locate(address, nbytes)
         if place != NOWHERE:
             return place
-        readable = self.copies_private and reads(os.getpid(), address, nbytes)  # that of devices, perhaps, is not
+        readable = self.copies_private and reads(os.getpid(), address, nbytes)  # Memory of devices may not be readable.
         return -address if readable else NOWHERE
 
     def at(

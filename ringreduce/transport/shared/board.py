@@ -43,20 +43,20 @@ MAILBOX_NBYTES = 256 << 10
 TURNS = 8
 STAGE_NBYTES = 1 << 20
 
-_LINE = 64  # bytes: what the cores' caches pass to one another
+_LINE = 64  # The unit in bytes that the cores' caches pass to one another.
 _PAGE = 4096
 _BARRIER = 2
 _STATUS = 4
 _CALLED = slice(6 * _LINE, _PAGE)
 _WHY = slice(_PAGE, 2 * _PAGE)
 _NUMBERS = 2 * _PAGE
-_NUMBERS_NBYTES = 2 * _PAGE  # a number for each of a thousand members
+_NUMBERS_NBYTES = 2 * _PAGE  # Room for a number for each of a thousand members.
 _MAILBOXES = _NUMBERS + 2 * _NUMBERS_NBYTES
 _STAGES = _MAILBOXES + 2 * MAILBOX_NBYTES
 _BOARD_NBYTES = _STAGES + 4 * STAGE_NBYTES
 
-_POLLS = 100  # about 3 us
-_YIELDS = 200  # about 100 us, or as long as the ranks that share the core take
+_POLLS = 100  # They take about 3 us.
+_YIELDS = 200  # They take about 100 us, or as long as the ranks that share the core take.
 
 _NUMBER, _SIGNATURE, _SOURCE, _TARGET, _PUBLISHED = range(5)
 _NPUBLISHED = _LINE // 8 - _PUBLISHED
@@ -138,7 +138,7 @@ class Board:
             [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
             for parity in (0, 1)
         )
-        self._published: list[Signature | None] = [None, None]  # in the entry lines, by parity
+        self._published: list[Signature | None] = [None, None]  # What the entry lines hold, by parity.
         self.number = 0
         self.epoch = 0
         self.called: Callable[[str], CallSite] = CallSite.here
@@ -190,7 +190,7 @@ class Board:
         number = self.number = self.number + 1
         parity = number & 1
         line = self._mine[parity]
-        if self._published[parity] is not mine:  # peers poll this line: each store makes it travel
+        if self._published[parity] is not mine:  # Peers poll this line: each store makes it travel.
             if mine.numbers:
                 self._publish(parity, mine.numbers)
             _, line[_SIGNATURE], line[_SOURCE], line[_TARGET], _, _ = self._published[parity] = mine
@@ -225,7 +225,7 @@ class Board:
             CollectiveTimeoutError, PeerLostError: a member did not come.
         """
         self.enter(Signature(reason, _REFUSED))
-        self._disagree(reason)  # all have refused
+        self._disagree(reason)  # All have refused.
 
     def barrier(self, signature: str, *, wait: bool = True) -> None:
         """Wait until every member has reached its n-th barrier, as this rank reaches its own.

@@ -95,7 +95,7 @@ def join(
     else:
         arena.copies_private = config.private_memory and copies_private()
     board = Board(arena, members, places, rank=messages.rank, waiter=waiter)
-    messages.exchange(b"")  # nobody may flag before everyone looks
+    messages.exchange(b"")  # Nobody may flag before everyone looks.
     return Node(topology, hosts, arena, board=board)
 
 
@@ -149,7 +149,7 @@ def _share(
             memory = PrivateMemory(member, pid, address, dtype=secret.dtype, size=_SECRET_NBYTES)
             memory.copy_to(found)()
             require_secret(member, found)
-            memory.copy_from(found)()  # what is there already: only to try it
+            memory.copy_from(found)()  # It copies what is there already, only to try it.
 
     def copies_private() -> bool:
         try:

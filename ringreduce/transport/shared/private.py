@@ -18,13 +18,13 @@ import numpy as np
 from ringreduce.buffers import Array, address_of
 from ringreduce.common.errors import PeerLostError, TransportError
 
-_MOST_NBYTES = 1 << 30  # in one call; Linux copies no more than 2 GiB at once
+_MOST_NBYTES = 1 << 30  # The most bytes of one call; Linux copies no more than 2 GiB at once.
 
 
 def _find(name: str) -> Any:
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError):  # another system than Linux
+    except (OSError, AttributeError):  # This is another system than Linux.
         return None
     function.restype = ctypes.c_ssize_t
     vector = ctypes.c_void_p, ctypes.c_ulong
@@ -92,7 +92,7 @@ class PrivateMemory:
         rank = self._rank
         copies = self._copies(array)
 
-        def copy(memory: Array = array) -> None:  # keeps the array
+        def copy(memory: Array = array) -> None:  # The default keeps the array alive.
             for here, there, nbytes in copies:
                 if present is not None:
                     present()

@@ -16,7 +16,7 @@ from ringreduce.buffers import Array
 from ringreduce.common.errors import TransportError
 from ringreduce.common.finalizers import when_ended
 
-_MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
+_MAP_FIXED = 0x10  # Python's mmap has no name for this flag of Linux.
 
 
 class Segments(ABC):
@@ -26,7 +26,7 @@ class Segments(ABC):
         nbytes: how large segments are, but for single blocks that are larger.
     """
 
-    nbytes = 64 << 20  # address space, not memory: pages come into being when they are touched
+    nbytes = 64 << 20  # Address space, not memory: pages come into being when they are touched.
 
     def pid(self, rank: int) -> int:
         """Return the process of a peer: this one, unless segments are mapped from others."""
@@ -90,8 +90,9 @@ class MemfdSegments(Segments):
         self._fds: list[int] = []
         self._own: dict[int, mmap.mmap] = {}
         self._opened: dict[tuple[int, int], Array] = {}
-        self._kept: dict[int, weakref.ref[mmap.mmap]] = {}  # by descriptor, open as long as the memory is mapped
-        self._watched: dict[int, int] = {}  # rank -> descriptor of its process
+        # By descriptor, which is open as long as the memory is mapped.
+        self._kept: dict[int, weakref.ref[mmap.mmap]] = {}
+        self._watched: dict[int, int] = {}  # By rank, the descriptor of its process.
 
     def pid(self, rank: int) -> int:
         return self._pids[rank]
@@ -166,11 +167,11 @@ class MemfdSegments(Segments):
                 pidfd = os.pidfd_open(self._pids[rank])
             except ProcessLookupError:
                 return False
-            except (OSError, AttributeError):  # a kernel without process descriptors: ask for the process each time
+            except (OSError, AttributeError):  # This kernel has no process descriptors: ask for the process each time.
                 return os.path.exists(f"/proc/{self._pids[rank]}")
             self._fds.append(pidfd)
             self._watched[rank] = pidfd
-        watch = select.poll()  # each time, as two threads that wait in two groups may not share one
+        watch = select.poll()  # Made each time, as two threads that wait in two groups may not share one.
         watch.register(self._watched[rank], select.POLLIN)
         return not watch.poll(0)
 
