@@ -65,7 +65,7 @@ def _make(name: str, across: Algorithm, summary: str) -> Algorithm:
         yield Step(loads=tuple(Transfer(peer, mine, reduce=True) for peer in sorted(peers)), by_rank=True)
         # Ascending, so that steps that combine by rank (recursive doubling) order their terms alike on all members.
         members = sorted(topology.cross_group(rank))
-        lane_root = next((members.index(each) for each in topology.node_of(root) if each in members), 0)
+        lane_root = next((members.index(member) for member in topology.node_of(root) if member in members), 0)
         inner = across.steps(members.index(rank), _one_lane(topology), lane_root)
         yield from relabelled(inner, members, first_block=mine.start)
         yield Step(stores=tuple(Transfer(peer, mine) for peer in peers if to_all or peer == root))

@@ -85,7 +85,7 @@ def _backwards(forwards: Steps, *, reduce: bool = False) -> Steps:
 
     def steps(rank: int, topology: Topology, root: int) -> Iterator[Step]:
         for step in reversed(tuple(forwards(rank, topology, root))):
-            yield Step(sends=step.recvs, recvs=tuple(replace(each, reduce=reduce) for each in step.sends))
+            yield Step(sends=step.recvs, recvs=tuple(replace(transfer, reduce=reduce) for transfer in step.sends))
 
     return steps
 

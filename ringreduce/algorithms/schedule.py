@@ -151,25 +151,25 @@ class Schedule:
 
         In an allreduce, such a block is complete then: no term is missing. `verify` proves it.
         """
-        found: list[frozenset[int]] = []
+        stale: list[frozenset[int]] = []
         changed: set[int] = set()
         for step in reversed(self.steps):
             incoming = (*step.recvs, *step.loads)
-            found.append(frozenset(block for each in incoming if each.reduce for block in each.blocks) - changed)
-            changed.update(block for each in incoming for block in each.blocks)
-        return found[::-1]
+            stale.append(frozenset(block for move in incoming if move.reduce for block in move.blocks) - changed)
+            changed.update(block for move in incoming for block in move.blocks)
+        return stale[::-1]
 
     def kept_sends(self) -> list[frozenset[Transfer]]:
         """Return for each step what it sends that neither it nor a later step of this rank changes.
 
         Only the end of the schedule waits until such a message is sent.
         """
-        found: list[frozenset[Transfer]] = []
+        unchanged: list[frozenset[Transfer]] = []
         changed: set[int] = set()
         for step in reversed(self.steps):
-            changed.update(block for each in (*step.recvs, *step.loads) for block in each.blocks)
-            found.append(frozenset(each for each in step.sends if changed.isdisjoint(each.blocks)))
-        return found[::-1]
+            changed.update(block for transfer in (*step.recvs, *step.loads) for block in transfer.blocks)
+            unchanged.append(frozenset(transfer for transfer in step.sends if changed.isdisjoint(transfer.blocks)))
+        return unchanged[::-1]
 
 
 #: ``(rank, topology, root) -> steps``; only those of rooted collectives look at ``root``.

@@ -241,7 +241,7 @@ def _check_races(schedules: Sequence[Schedule]) -> None:
                 before = touched[owner, block]
                 for (other, wrote), when in before.items():
                     if other != rank and (wrote or writes):
-                        here, there = ("written" if each else "read" for each in (writes, wrote))
+                        here, there = ("written" if is_write else "read" for is_write in (writes, wrote))
                         problem = f"rank {owner}'s memory is {here} here and {there} by the peer in its step {when}"
                         raise ScheduleError(problem, rank, number, peer=other, block=block)
                 before.setdefault((rank, writes), number)

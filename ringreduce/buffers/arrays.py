@@ -105,7 +105,7 @@ class Operand:  # Not a frozen dataclass, which would take three times as long t
         places = tensor.numel()
         if places and not tensor.is_contiguous():
             steps = tensor.stride()
-            strides = tuple([each * dtype.itemsize for each in steps])
+            strides = tuple([step * dtype.itemsize for step in steps])
             places = sum([(length - 1) * step for length, step in zip(shape, steps, strict=True)]) + 1
         if places and (tensor.storage_offset() + places) * dtype.itemsize > storage.nbytes():
             raise UnsupportedBufferError(

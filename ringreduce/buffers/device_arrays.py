@@ -115,9 +115,9 @@ class DeviceOperand:
         """Return this if it is in C order, else (or if it is to be ``new``) memory of that kind, on `like`'s stream."""
         if self.contiguous and not new:
             return self
-        made = DeviceOperand.of(self.like())
-        assert made is not None and made.contiguous
-        return made
+        copy = DeviceOperand.of(self.like())
+        assert copy is not None and copy.contiguous
+        return copy
 
     def assign(self, source: DeviceOperand) -> None:
         """Copy from ``source``. One of the two is what `scratch` gave for the other, on whose stream this is done."""

@@ -52,10 +52,10 @@ class DType:
         """
         if dtype.__hash__ is None:
             return _look_up(dtype)
-        found = _FOUND.get(dtype)
-        if found is None:
-            found = _FOUND[dtype] = _look_up(dtype)
-        return found
+        row = _FOUND.get(dtype)
+        if row is None:
+            row = _FOUND[dtype] = _look_up(dtype)
+        return row
 
 
 _KINDS = {"f": "float", "c": "complex", "i": "int", "u": "uint", "b": "bool"}
@@ -83,10 +83,10 @@ def _numpy_name(dtype: Any) -> str:
     if dtype == "bfloat16":
         return "bfloat16"
     try:
-        made = np.dtype(dtype)
+        numpy_dtype = np.dtype(dtype)
     except TypeError:
         return repr(dtype)
-    return made.name if made.isnative else f"{made.name} in foreign byte order"
+    return numpy_dtype.name if numpy_dtype.isnative else f"{numpy_dtype.name} in foreign byte order"
 
 
 def ml_bfloat16() -> np.dtype[Any]:

@@ -30,13 +30,13 @@ def sums_fit(terms: Sequence[Array], size: int, scratch: Array | None = None) ->
         return True
     limit = (1 << _BITS[first.dtype.kind] - (size - 1).bit_length()) - 1
     seen = first
-    for each in others:  # The bits of all numbers together are within the limit just if each of them is.
-        seen = np.bitwise_or(seen, each, out=scratch)
+    for number in others:  # The bits of all numbers together are within the limit just if each of them is.
+        seen = np.bitwise_or(seen, number, out=scratch)
     if seen.view(np.uint64).max() <= limit:
         return True
     if first.dtype.kind == "u":
         return False
-    return all(each.max() <= limit and each.min() >= -limit for each in terms)
+    return all(term.max() <= limit and term.min() >= -limit for term in terms)
 
 
 def quotient(dividend: int, divisor: int) -> int:

@@ -237,7 +237,7 @@ class LongAverageKernels(WideKernels):
 def _average_few(sources: Sequence[Array], divisor: int, target: Array) -> None:
     """Average a few integers as Python's own: this is faster than calls of NumPy, and cannot overflow."""
     terms = zip(*[source.tolist() for source in sources], strict=True)
-    target[:] = [quotient(sum(each), divisor) for each in terms]
+    target[:] = [quotient(sum(numbers), divisor) for numbers in terms]
 
 
 class TorchHalfKernels:
@@ -307,7 +307,7 @@ class WeightedKernels:
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         assert complete and len(sources) == len(self._weights) > 1
-        total, term = (each.like(sources[0]) for each in self._scratch)
+        total, term = (scratch.like(sources[0]) for scratch in self._scratch)
         last = sources[-1]
         (first, weight), *others = zip(sources, self._weights, strict=True)
         dtype = self._dtype

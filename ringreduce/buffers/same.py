@@ -38,13 +38,13 @@ def same_memory(array: Any, forget: Callable[[object], object], *, written: bool
         strides = array.strides
         dtype = array.dtype
 
-        def is_same(given: Any, keeps: object = known) -> bool:
+        def is_same(other: Any, keeps: object = known) -> bool:
             return (
                 data.value == address
-                and given.strides == strides
-                and given.shape == shape
-                and given.dtype is dtype
-                and (not written or given.flags.writeable)
+                and other.strides == strides
+                and other.shape == shape
+                and other.dtype is dtype
+                and (not written or other.flags.writeable)
             )
 
         return is_same
@@ -54,14 +54,14 @@ def same_memory(array: Any, forget: Callable[[object], object], *, written: bool
     size = array.shape
     strides = array.stride()
     nbytes = array.untyped_storage().nbytes()
-    return lambda given: (
-        known() is given
-        and given.data_ptr() == address
-        and given.dtype is kind
-        and given.shape == size
-        and given.stride() == strides
-        and given.untyped_storage().nbytes() == nbytes
-        and not (given.is_conj() or given.is_neg())
+    return lambda other: (
+        known() is other
+        and other.data_ptr() == address
+        and other.dtype is kind
+        and other.shape == size
+        and other.stride() == strides
+        and other.untyped_storage().nbytes() == nbytes
+        and not (other.is_conj() or other.is_neg())
     )
 
 
@@ -76,14 +76,14 @@ def same_kind(tensor: Any, nbytes: int) -> Callable[[Any], bool]:
     dtype = tensor.dtype
     layout = tensor.layout
     shape = tensor.shape
-    return lambda given: (
-        type(given) is kind
-        and given.shape == shape
-        and given.dtype is dtype
-        and given.is_cpu
-        and given.layout is layout
-        and not (given.requires_grad or given.is_neg() or given.is_conj())
-        and given.is_contiguous()
-        and given.data_ptr() != 0
-        and given.untyped_storage().nbytes() >= given.storage_offset() * given.itemsize + nbytes
+    return lambda other: (
+        type(other) is kind
+        and other.shape == shape
+        and other.dtype is dtype
+        and other.is_cpu
+        and other.layout is layout
+        and not (other.requires_grad or other.is_neg() or other.is_conj())
+        and other.is_contiguous()
+        and other.data_ptr() != 0
+        and other.untyped_storage().nbytes() >= other.storage_offset() * other.itemsize + nbytes
     )

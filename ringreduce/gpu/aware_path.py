@@ -76,14 +76,14 @@ class AwareAllreduce(OnDevice):
         """
 
         def look() -> str:
-            found = ask()
+            answer = ask()
             if context.config.checksum:
                 raise TransportError("RINGREDUCE_CHECKSUM has the host read what is sent")
             if context.config.key_file is not None:
                 raise TransportError("RINGREDUCE_KEY_FILE has the host seal what is sent")
-            if found.aware is False:
-                raise TransportError(found.reason)
-            return found.reason
+            if answer.aware is False:
+                raise TransportError(answer.reason)
+            return answer.reason
 
         try:
             return cls(context, driver, together(context.messages, look))
@@ -137,7 +137,7 @@ class AwareAllreduce(OnDevice):
         Raises:
             StepFailedError: on all of them, if one has no memory.
         """
-        made = together(self._context.messages, lambda: self._bind(arithmetic, signature), lambda made: made[1].close())
+        made = together(self._context.messages, lambda: self._bind(arithmetic, signature), lambda plan: plan[1].close())
         if len(self._plans) >= _MOST_PLANS:
             self._plans.pop(next(iter(self._plans)))[1].close()
         self._plans[signature.code] = made
@@ -196,7 +196,7 @@ class _Sums:
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         assert complete or self.arithmetic.op is not ReduceOp.AVERAGE
         arithmetic = replace(self.arithmetic, count=sources[0].size)
-        addresses = [address_of(each) for each in sources]
+        addresses = [address_of(source) for source in sources]
 
         def run(target: Array) -> None:
             place = address_of(target)

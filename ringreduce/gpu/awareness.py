@@ -57,7 +57,7 @@ def conclude(
         find: returns a C function of the library by name, None if there is no such function.
         environ: the environment.
     """
-    variable = next((each for name, each in _SWITCHES if name in library.upper()), None)
+    variable = next((switch for name, switch in _SWITCHES if name in library.upper()), None)
     if "cuda" in (kind.split(":")[0].strip() for kind in kinds.split(",")):
         return CudaAwareness(True, f"mpi_memory_alloc_kinds is {kinds}")
     # MPICH has both functions, and in some versions the one that Open MPI has too ends the program (a wrong assertion).

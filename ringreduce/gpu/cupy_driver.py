@@ -306,8 +306,8 @@ def reduced(xp: Any, arrays: Sequence[Any], arithmetic: Arithmetic, size: int) -
     dtype = arithmetic.dtype
     fold = getattr(xp, _FOLDS[arithmetic.op])
     total = _widened(xp, arrays[0], dtype, copy=True)
-    for each in arrays[1:]:
-        fold(total, _widened(xp, each, dtype), out=total)
+    for array in arrays[1:]:
+        fold(total, _widened(xp, array, dtype), out=total)
     if arithmetic.op is ReduceOp.AVERAGE:
         parts = total.view(total.real.dtype)  # Both parts of complex numbers, as NumPy divides them.
         xp.true_divide(parts, parts.dtype.type(size), out=parts)

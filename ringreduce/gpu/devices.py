@@ -122,22 +122,22 @@ class Gpu(Devices):
         def reduce(segment: Operand) -> None:
             host.reduce_in_place(tasks[segment.count], segment)
 
-        given = staging.in_c_order(source)
+        ordered = staging.in_c_order(source)
         taken = target.scratch()
-        if given.may_overlap(taken) and not given.same_memory(taken):
-            given = staging.in_c_order(given, copy=True)
+        if ordered.may_overlap(taken) and not ordered.same_memory(taken):
+            ordered = staging.in_c_order(ordered, copy=True)
         if self._context.topology.size == 1:
             with running(whole.choice.algorithm):
-                staging.copy(given, taken)
+                staging.copy(ordered, taken)
         else:
             asked = self._asked(kind.algorithm)
             self._set_up(asked)
-            path = self._path(asked, given.dtype, whole.kind.op)
-            arithmetic = Arithmetic(given.dtype, whole.kind.op, given.count)
-            with running((path or STAGED).algorithm), staging.in_order(given, taken) as stream:
-                addresses = given.address, taken.address
+            path = self._path(asked, ordered.dtype, whole.kind.op)
+            arithmetic = Arithmetic(ordered.dtype, whole.kind.op, ordered.count)
+            with running((path or STAGED).algorithm), staging.in_order(ordered, taken) as stream:
+                addresses = ordered.address, taken.address
                 if path is None or not path.run(*addresses, arithmetic, stream, whole.signature):
-                    staging.allreduce(given, taken, reduce)
+                    staging.allreduce(ordered, taken, reduce)
         staging.store(target, taken)
 
     def _tasks(self, kind: CallKind, segments: Sequence[slice], host: HostReducer) -> dict[int, Task]:
@@ -196,21 +196,21 @@ class Gpu(Devices):
         driver = self.require_usable(None).driver
         try:
             context.rendezvous(_FIRST_USE[asked])
-            made: OnDevice | str
+            path: OnDevice | str
             if asked == NCCL:
-                made = NcclAllreduce.of(context, driver, find=self.libraries, switches=gpu_switches())
+                path = NcclAllreduce.of(context, driver, find=self.libraries, switches=gpu_switches())
             else:
-                made = AwareAllreduce.of(context, driver, self.awareness)
+                path = AwareAllreduce.of(context, driver, self.awareness)
         except BaseException as error:
             self._state.break_off(error)
             raise
-        self._paths[asked] = made
+        self._paths[asked] = path
         if context.rank:
             return
-        if isinstance(made, str):
-            _log.warning("%s is not used, though asked for: %s", _NAMES[asked], made)
+        if isinstance(path, str):
+            _log.warning("%s is not used, though asked for: %s", _NAMES[asked], path)
         else:
-            _log.info("allreduce of arrays in device memory: %s", made.description)
+            _log.info("allreduce of arrays in device memory: %s", path.description)
             if asked != NCCL:
                 _warn_of_no_report(_NAMES[asked])
 

@@ -63,8 +63,8 @@ def _driver() -> str:
         text = _PROC.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found.group() if found else "unknown version"
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return version.group() if version else "unknown version"
 
 
 def _driver_cuda() -> int:

@@ -88,8 +88,8 @@ def _refusal(everyone: Sequence[tuple[int, str, str, bool]]) -> str | None:
         if other == rank:
             continue
         if version < _OLDEST_WITH_SHARED_GPUS:
-            found = version_text(version)
-            return f"ranks {other} and {rank} share a GPU, which NCCL takes from 2.30 on; here it is {found}"
+            version_found = version_text(version)
+            return f"ranks {other} and {rank} share a GPU, which NCCL takes from 2.30 on; here it is {version_found}"
         if not all(shares for *_, shares in everyone):
             return (
                 f"ranks {other} and {rank} share a GPU, where NCCL's kernels wait for each other in turns at best; "
@@ -104,17 +104,17 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
     Raises:
         TransportError: NCCL failed, or the others did not come.
     """
-    made: Future[NcclRanks] = Future()
+    future: Future[NcclRanks] = Future()
 
     def connect() -> None:
         try:
             ranks = nccl.connect(messages.size, unique_id, messages.rank)
         except BaseException as error:
-            if made.set_running_or_notify_cancel():
-                made.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
             return
-        if made.set_running_or_notify_cancel():
-            made.set_result(ranks)
+        if future.set_running_or_notify_cancel():
+            future.set_result(ranks)
         else:
             with suppress(TransportError):  # No other rank may be there.
                 ranks.abort()  # Left to Python, it would wait for all the others once more.
@@ -123,15 +123,15 @@ def _connect(nccl: Nccl, messages: Messages, waiter: Waiter, unique_id: bytes) -
     # Shorter than the ranks wait for each other over messages, where one that failed at once is by then.
     brief = Waiter(min(_CONNECTING_S, waiter.timeout_s / 2), waiter.crowded)
     try:
-        brief.until(made.done, lambda: "all ranks to connect over NCCL")
+        brief.until(future.done, lambda: "all ranks to connect over NCCL")
     except CollectiveTimeoutError as error:
-        if not made.cancel() and made.exception() is None:
-            made.result().abort()
+        if not future.cancel() and future.exception() is None:
+            future.result().abort()
         raise TransportError(str(error)) from error
-    failure = made.exception()
+    failure = future.exception()
     if failure is not None and not isinstance(failure, TransportError):
         raise TransportError(f"NCCL: {failure}") from failure
-    return made.result()
+    return future.result()
 
 
 def version_text(code: int) -> str:
@@ -284,9 +284,9 @@ class Nccl:
 
     def unique_id(self) -> bytes:
         """Return what ranks find each other by; one of them asks, and sends it to the others."""
-        made = _ask(self._library.get_unique_id)
+        unique = _ask(self._library.get_unique_id)
         # Bytes since CuPy 14, a tuple of C's chars before, which have a sign on some machines.
-        return made if isinstance(made, bytes) else bytes(each & 0xFF for each in made)
+        return unique if isinstance(unique, bytes) else bytes(number & 0xFF for number in unique)
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> NcclRanks:
         """Connect; blocks until all ranks do, without limit."""

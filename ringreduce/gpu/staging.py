@@ -86,11 +86,11 @@ class Staging:
 
     def in_c_order(self, source: DeviceOperand, *, copy: bool = False) -> DeviceOperand:
         """Return an operand as it is if it is in C order, else (or with ``copy``) a copy that is."""
-        made = source.scratch(new=copy)
-        if made is not source:
-            with self.in_order(source, made):
-                made.assign(source)
-        return made
+        copied = source.scratch(new=copy)
+        if copied is not source:
+            with self.in_order(source, copied):
+                copied.assign(source)
+        return copied
 
     def store(self, target: DeviceOperand, scratch: DeviceOperand) -> None:
         """Copy from what ``target.scratch()`` gave, unless that is the target."""

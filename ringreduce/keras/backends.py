@@ -46,7 +46,7 @@ def named_as(variable: Any, number: int) -> str:
 
 def _identity(number: int, variables: Sequence[Any]) -> Identity:
     """Return what tells the gradients of an optimizer, by its number, from those of others."""
-    arrays = [(named_as(each, place), tuple(each.shape)) for place, each in enumerate(variables)]
+    arrays = [(named_as(variable, place), tuple(variable.shape)) for place, variable in enumerate(variables)]
     return identity_of(_KIND, arrays, (number,))
 
 
@@ -62,13 +62,13 @@ def as_numpy(value: Any, name: str = "the value") -> Any:
             ".flat_values and its .row_lengths()"
         )
     try:
-        made = np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
+        array = np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
     except (TypeError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise UnsupportedBufferError(f"{name} is no tensor of numbers ({said}): {_OBJECTS}") from error
-    if made.dtype.kind in "OSU":
-        raise UnsupportedBufferError(f"{name} is no tensor of numbers, but of type {made.dtype}: {_OBJECTS}")
-    return made
+        message = " ".join(str(error).split())
+        raise UnsupportedBufferError(f"{name} is no tensor of numbers ({message}): {_OBJECTS}") from error
+    if array.dtype.kind in "OSU":
+        raise UnsupportedBufferError(f"{name} is no tensor of numbers, but of type {array.dtype}: {_OBJECTS}")
+    return array
 
 
 def settle(model: Any) -> None:
@@ -109,7 +109,7 @@ if keras.backend.backend() == "jax":
                 return self._listed(gradients, variables, step)
             self._plain = True
             options = self._options
-            made: list[Any] = reduce_gradients(
+            averages: list[Any] = reduce_gradients(
                 step,
                 list(gradients),
                 options.op,
@@ -118,18 +118,18 @@ if keras.backend.backend() == "jax":
                 process_set=self._process_set,
                 identity=_identity(self.number, variables),
             )
-            return made
+            return averages
 
         def _step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> StepReduction:
-            given = [each for each, gradient in zip(variables, gradients, strict=True) if gradient is not None]
-            values = [each.value for each in variables] if self.values is None else self.values
-            paths = [each.path for each in variables]
+            given = [variable for variable, gradient in zip(variables, gradients, strict=True) if gradient is not None]
+            values = [variable.value for variable in variables] if self.values is None else self.values
+            paths = [variable.path for variable in variables]
             with nullcontext() if self.state is None else keras.StatelessScope(self.state):
                 settings = self.settings()
-            return self._steps.of_lists(lambda: [each.path for each in given], values, lambda: paths, settings)
+            return self._steps.of_lists(lambda: [variable.path for variable in given], values, lambda: paths, settings)
 
         def _listed(self, gradients: Sequence[Any], variables: Sequence[Any], step: StepReduction) -> Sequence[Any]:
-            there = [number for number, each in enumerate(gradients) if each is not None]
+            there = [number for number, gradient in enumerate(gradients) if gradient is not None]
             given = [gradients[number] for number in there]
             made = list(gradients)
             key = tuple(id(variables[number]) for number in there)
@@ -147,8 +147,8 @@ if keras.backend.backend() == "jax":
                 )
 
             reduced = self.known.find(key, make, known).reduce(given, step=step)
-            for number, each in zip(there, reduced, strict=True):
-                made[number] = each
+            for number, average in zip(there, reduced, strict=True):
+                made[number] = average
             return made
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
@@ -193,10 +193,10 @@ elif keras.backend.backend() == "torch":
             return reduced
 
         def _training_of(self, variables: Sequence[Any]) -> ListTraining:
-            named = [(named_as(each, number), each.value) for number, each in enumerate(variables)]
+            named = [(named_as(variable, number), variable.value) for number, variable in enumerate(variables)]
             model = CheckedModel(
                 [name for name, _ in named],
-                lambda: [each.value for each in variables],
+                lambda: [variable.value for variable in variables],
                 settings=lambda: in_words(self.settings()),
             )
             return ListTraining(
@@ -222,7 +222,7 @@ elif keras.backend.backend() == "tensorflow":
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
         """Return the reducer of all gradients, as one operation."""
-        made = GradientReduction(
+        reduction = GradientReduction(
             _KIND,
             op=options.op,
             compression=options.compression or Compression.none,
@@ -231,8 +231,8 @@ elif keras.backend.backend() == "tensorflow":
             process_set=process_set,
             staleness=staleness_of(options),
         )
-        made.advice = _ADVICE
-        return made
+        reduction.advice = _ADVICE
+        return reduction
 
     def prepare(model: Any) -> None:
         """Keep XLA out of the step: it cannot call Python."""

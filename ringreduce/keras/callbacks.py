@@ -384,10 +384,10 @@ class DiLoCoCallback(DistributedCallback):
         with checking():
             require_whole_steps(self.model, self.process_set)
             parameters, buffers = self._found()
-        found = [*parameters, *buffers]
-        if list(map(id, found)) != list(map(id, self._variables)):
-            self._variables = found
-            named = [(named_as(each, number), ArraySpec(each.shape, each.dtype)) for number, each in enumerate(found)]
+        averaged = [*parameters, *buffers]
+        if list(map(id, averaged)) != list(map(id, self._variables)):
+            self._variables = averaged
+            named = [(named_as(var, number), ArraySpec(var.shape, var.dtype)) for number, var in enumerate(averaged)]
             self._replicas.bind(named[: len(parameters)], self._read, self._write, named[len(parameters) :])
             if self._saved is not None:
                 self._replicas.load_state_dict(self._saved)
@@ -447,10 +447,10 @@ class DiLoCoCallback(DistributedCallback):
             raise ConfigError("the model has no weights yet: call model.build(input_shape) first")
         if not self._averages_buffers:
             return self.model.trainable_variables, []
-        layers = [each for each in layers_of(self.model) if not each.trainable]
-        frozen = {id(each) for layer in layers for each in layer.weights}
-        buffers = [each for each in self.model.non_trainable_weights if id(each) not in frozen]
-        return self.model.trainable_variables, [each for each in buffers if is_averaged(each.dtype)]
+        layers = [layer for layer in layers_of(self.model) if not layer.trainable]
+        frozen = {id(weight) for layer in layers for weight in layer.weights}
+        buffers = [variable for variable in self.model.non_trainable_weights if id(variable) not in frozen]
+        return self.model.trainable_variables, [variable for variable in buffers if is_averaged(variable.dtype)]
 
     def _read(self, place: slice) -> Sequence[Any]:
         settle(self.model)

@@ -30,7 +30,7 @@ def began_alike(epoch: int) -> None:
     epochs = runtime.world().allgather(np.array([epoch])).tolist()
     if len(set(epochs)) > 1:
         raise MismatchError(
-            {rank: f"fit() begins with epoch {each}" for rank, each in enumerate(epochs)},
+            {rank: f"fit() begins with epoch {epoch}" for rank, epoch in enumerate(epochs)},
             advice="if a BackupAndRestore of some ranks has set the epoch, let it stand before "
             "BroadcastGlobalVariablesCallback in the list of callbacks: all ranks then go on from the backup",
         )
@@ -51,10 +51,10 @@ def end_together(model: Any, place: tuple[int, int], logs: Any) -> None:
         return
     epoch, batch = place
     loss = (logs or {}).get("loss")
-    said = f"the end of fit() after batch {batch} of epoch {epoch}: a callback has set model.stop_training"
+    reason = f"the end of fit() after batch {batch} of epoch {epoch}: a callback has set model.stop_training"
     if loss is not None and not np.isfinite(as_numpy(loss)).all():
-        said += f", and the loss is {float(as_numpy(loss))}"
+        reason += f", and the loss is {float(as_numpy(loss))}"
     arrays = [np.zeros(1)]
-    with RequestBuilder("fit", "the end of fit", distribution.process_set, title=said) as prepare:
+    with RequestBuilder("fit", "the end of fit", distribution.process_set, title=reason) as prepare:
         request = prepare.allreduce(arrays, arrays, SUM, 1.0, 1.0)  # A reduction, as ranks may have joined.
     request.carry_out()

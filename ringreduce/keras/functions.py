@@ -46,8 +46,8 @@ def _collective(
     kind: str, value: Any, name: str | None, process_set: ProcessSet, request: Callable[[RequestBuilder, Any], Request]
 ) -> Any:
     with RequestBuilder(kind, name, process_set) as prepare:
-        made = request(prepare, as_numpy(value))
-    return keras.ops.convert_to_tensor(made.carry_out())
+        result = request(prepare, as_numpy(value))
+    return keras.ops.convert_to_tensor(result.carry_out())
 
 
 def allreduce(
@@ -153,18 +153,18 @@ def broadcast_variables(
         MismatchError: the variables differ between ranks in more than their values; nothing was overwritten then.
     """
     with RequestBuilder("broadcast_parameters", None, process_set):
-        known = list(variables)
-        names = [named_as(each, number) for number, each in enumerate(known)]
-        named = [(name, as_numpy(each, name)) for name, each in zip(names, known, strict=True)]
+        listed = list(variables)
+        names = [named_as(variable, number) for number, variable in enumerate(listed)]
+        named = [(name, as_numpy(variable, name)) for name, variable in zip(names, listed, strict=True)]
     broadcast_parameters(HOST, named, root_rank=root_rank, process_set=process_set)
-    for variable, (_, array) in zip(known, named, strict=True):
+    for variable, (_, array) in zip(listed, named, strict=True):
         variable.assign(array)
 
 
 def without(some: Iterable[Any], variables: Iterable[Any]) -> list[Any]:
     """Return variables without some of them, each once."""
     left_out = set(map(id, some))
-    return list({id(each): each for each in variables if id(each) not in left_out}.values())
+    return list({id(variable): variable for variable in variables if id(variable) not in left_out}.values())
 
 
 def broadcast_global_variables(root_rank: int) -> None:

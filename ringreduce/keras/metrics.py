@@ -19,7 +19,7 @@ UNKNOWN = -1.0  # No number of samples is negative.
 
 def samples_of(model: Any) -> float:
     """Return over how many samples the metrics of a model are, since they were reset: as its metric ``loss`` says."""
-    losses = [each for each in model.metrics if each.name == "loss" and isinstance(each, keras.metrics.Mean)]
+    losses = [metric for metric in model.metrics if metric.name == "loss" and isinstance(metric, keras.metrics.Mean)]
     return float(as_numpy(losses[0].count)) if losses else UNKNOWN
 
 
@@ -45,12 +45,12 @@ def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, we
         counts = everyone[:, column]
         own = mine[0, column]
         weight = own if counts.min() >= 0 and len(set(counts.tolist())) > 1 else 1.0
-        chosen = {names[each]: each for each in logs if each.startswith("val_") == are_of_evaluation}
+        chosen = {names[key]: key for key in logs if key.startswith("val_") == are_of_evaluation}
         if chosen:
             with CheckingArguments(runtime.world(), "weighted_average"):
-                values = {name: _in_host_memory(logs[each], each) for name, each in chosen.items()}
-            made = weighted_average(values, weight)
-            averages |= {each: made[name] for name, each in chosen.items()}
+                values = {name: _in_host_memory(logs[key], key) for name, key in chosen.items()}
+            means = weighted_average(values, weight)
+            averages |= {key: means[name] for name, key in chosen.items()}
     return averages
 
 

@@ -111,8 +111,8 @@ def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name
     """
     local = variables_of(local_layers)
     distributed = DistributedOptimizer(optimizer, *arguments, **options)
-    for each in local:
-        distributed.register_local_var(each)
+    for variable in local:
+        distributed.register_local_var(variable)
     return distributed
 
 
@@ -139,8 +139,8 @@ def load_model(
         ConfigError: the model was trained by a process set, and ``process_set`` is not given; or by
             `PartialDistributedOptimizer` without a step; or an option is wrong.
     """
-    known = {**{each.__name__: each for each in custom_optimizers or ()}, **(custom_objects or {})}
-    model = keras.saving.load_model(filepath, custom_objects=known)
+    classes = {**{cls.__name__: cls for cls in custom_optimizers or ()}, **(custom_objects or {})}
+    model = keras.saving.load_model(filepath, custom_objects=classes)
     if model.optimizer is None:
         return model
     saved = saved_options(model.optimizer)
@@ -148,6 +148,6 @@ def load_model(
     if together is not None and "process_set" not in options:
         raise ConfigError(f"this model was trained by a process set of the ranks {together}: give process_set=")
     local = saved.pop("local", ())
-    given = options if compression == _AS_SAVED else {**options, "compression": compression}
-    distribute_again(model.optimizer, partial(DistributedOptimizer, **{**saved, **given}), local)
+    chosen = options if compression == _AS_SAVED else {**options, "compression": compression}
+    distribute_again(model.optimizer, partial(DistributedOptimizer, **{**saved, **chosen}), local)
     return model

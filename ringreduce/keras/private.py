@@ -42,7 +42,7 @@ def layers_of(model: Any) -> list[Any]:
     """
     if hasattr(model, "_flatten_layers"):
         return list(model._flatten_layers())
-    return [model, *(inner for each in getattr(model, "layers", ()) for inner in layers_of(each))]
+    return [model, *(inner for layer in getattr(model, "layers", ()) for inner in layers_of(layer))]
 
 
 def velocities_of(optimizer: Any) -> Sequence[Any]:
@@ -51,16 +51,16 @@ def velocities_of(optimizer: Any) -> Sequence[Any]:
     Some call them ``momentums``, RMSprop ``_momentums``; ``variables`` does not tell which they are. Without these,
     returns none: a changed learning rate does not correct the momentum.
     """
-    found: Sequence[Any] = getattr(optimizer, "momentums", getattr(optimizer, "_momentums", ()))
-    return found
+    velocities: Sequence[Any] = getattr(optimizer, "momentums", getattr(optimizer, "_momentums", ()))
+    return velocities
 
 
 def _has_velocities() -> bool:
     kinds = keras.optimizers.SGD, keras.optimizers.RMSprop
     optimizers = [kind(0.5, momentum=0.5) for kind in kinds]
-    for each in optimizers:
-        each.build([keras.Variable([1.0])])
-    return all(velocities_of(each) for each in optimizers)
+    for optimizer in optimizers:
+        optimizer.build([keras.Variable([1.0])])
+    return all(velocities_of(optimizer) for optimizer in optimizers)
 
 
 PARTS = (

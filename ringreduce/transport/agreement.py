@@ -107,9 +107,9 @@ class Agreement:
         """Go on after a call of this number, which a mismatch has ended on all ranks."""
         self.number = self._settled_up_to = number
         self._received = {
-            each: received for each, received in self._received.items() if each > number
+            call: received for call, received in self._received.items() if call > number
         }  # A peer may be there.
-        self._refused = {each for each in self._refused if each > number}
+        self._refused = {call for call in self._refused if call > number}
         self._announced.clear()
 
     def watch(self) -> None:
@@ -172,7 +172,7 @@ class Agreement:
             elif content["call"] > self._settled_up_to:
                 self._record(content["call"], peer, CallSite(*content["called"]), refused=content["refused"])
         # Peers may have announced calls before this rank entered them, and it may have entered some since.
-        for number in [each for each in self._received if each <= self.number and each not in self._announced]:
+        for number in [call for call in self._received if call <= self.number and call not in self._announced]:
             self._announce(number)
         for peer, (last, why) in self._detached.items():
             # One that gave up may have done so in the very call that this rank is in.
@@ -192,9 +192,9 @@ class Agreement:
         received[rank] = called
         if len(received) < self._messages.size:
             return
-        if number in self._refused or len({each.text for each in received.values()}) > 1:
+        if number in self._refused or len({note.text for note in received.values()}) > 1:
             raise disagreement(received)
         self._known.add(called.text)
-        for old in [each for each in self._received if each < number]:
+        for old in [call for call in self._received if call < number]:
             del self._received[old]
             self._announced.discard(old)

@@ -122,11 +122,11 @@ class GuardedMessages(ABC):
 
     def start(self, requests: Sequence[Any]) -> None:
         inner = []
-        for each in requests:
-            spare = each.spare
-            staged = each.staged = spare.pop() if spare else self._new_buffer(each.route)
-            self.begin(each, staged.room)
-            each.under_way = True
+        for request in requests:
+            spare = request.spare
+            staged = request.staged = spare.pop() if spare else self._new_buffer(request.route)
+            self.begin(request, staged.room)
+            request.under_way = True
             inner.append(staged.request)
         self._inner.start(inner)
 
@@ -136,13 +136,13 @@ class GuardedMessages(ABC):
         return _StagedMessage(room.data, describe(room, route.peer, route.tag))
 
     def test_all(self, requests: Sequence[Any]) -> bool:
-        if not self._inner.test_all([each.staged.request for each in requests if each.under_way]):
+        if not self._inner.test_all([request.staged.request for request in requests if request.under_way]):
             return False
         self._end(requests)
         return True
 
     def test_some(self, requests: Sequence[Any]) -> Sequence[int]:
-        left = [number for number, each in enumerate(requests) if each.under_way]
+        left = [number for number, request in enumerate(requests) if request.under_way]
         inner = [requests[number].staged.request for number in left]
         ended = [left[place] for place in self._inner.test_some(inner)]
         self._end([requests[number] for number in ended])
@@ -150,22 +150,22 @@ class GuardedMessages(ABC):
 
     def _end(self, requests: Sequence[Any]) -> None:
         """Take note that messages are complete for the transport."""
-        for each in requests:
-            if each.under_way:
-                each.under_way = False
-                each.spare.append(each.staged)
-                if not each.is_send:
-                    self.unpack(each, each.staged.room)
+        for request in requests:
+            if request.under_way:
+                request.under_way = False
+                request.spare.append(request.staged)
+                if not request.is_send:
+                    self.unpack(request, request.staged.room)
 
     def free(self, requests: Sequence[Any]) -> None:
         freed: list[Prequest] = []
-        for each in requests:
-            if each.under_way:
-                each.under_way = False
-                freed.append(each.staged.request)
-            self._users[each.route] -= 1
-            if not self._users[each.route]:
-                freed += self._buffers_of(each.route)
+        for request in requests:
+            if request.under_way:
+                request.under_way = False
+                freed.append(request.staged.request)
+            self._users[request.route] -= 1
+            if not self._users[request.route]:
+                freed += self._buffers_of(request.route)
         self._inner.free(freed)
 
     def _buffers_of(self, route: _Route) -> list[Prequest]:
@@ -173,11 +173,11 @@ class GuardedMessages(ABC):
         del self._users[route]
         buffers = self._spare.pop(route, [])
         buffers += [staged for other, staged in self._given_up if other == route]
-        self._given_up = [each for each in self._given_up if each[0] != route]
-        return [each.request for each in buffers]
+        self._given_up = [transfer for transfer in self._given_up if transfer[0] != route]
+        return [buffer.request for buffer in buffers]
 
     def give_up(self, requests: Sequence[Any]) -> None:
-        self._inner.give_up([each.staged.request for each in requests])
+        self._inner.give_up([request.staged.request for request in requests])
         for each in requests:
             if each.under_way:
                 each.under_way = False
@@ -215,12 +215,12 @@ class _CheckedMessages(GuardedMessages):
 
     def unpack(self, transfer: GuardedTransfer, room: memoryview) -> None:
         transfer.data[:] = room[:-_CHECKSUM_NBYTES]
-        found = zlib.crc32(transfer.data)
+        checksum = zlib.crc32(transfer.data)
         sent = int.from_bytes(room[-_CHECKSUM_NBYTES:], "big")
-        if found != sent:
+        if checksum != sent:
             raise ChangedMessageError(
                 f"{transfer.data.nbytes} bytes from rank {transfer.route.peer} have changed on their way: their CRC-32 "
-                f"is {found:08x}, and was {sent:08x}; look for a faulty network, memory or driver"
+                f"is {checksum:08x}, and was {sent:08x}; look for a faulty network, memory or driver"
             )
 
     def subset(self, ranks: Sequence[int], waiter: Waiter) -> Messages | None:

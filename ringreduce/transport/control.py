@@ -173,22 +173,22 @@ class NoteStream:
     def _turn(self, put: int, nbytes: int) -> _NoteBuffer:
         """Go on in another buffer, in which a note of so many bytes fits; return that."""
         nbytes += 2 * _LINE
-        found = None
+        target = None
         while self._full and self._full[0][0] < self._turned_there[0]:
             _, buffer = self._full.popleft()
-            if found is None and len(buffer.memory) >= nbytes:
-                found = buffer._replace(first=put)
+            if target is None and len(buffer.memory) >= nbytes:
+                target = buffer._replace(first=put)
             elif buffer.block is not None:
                 self._arena.release(buffer.block)
-        if found is None:
+        if target is None:
             block = self._arena.allocate(max(_BUFFER_NBYTES, nbytes))
-            found = _NoteBuffer(block.view, block.place, block, first=put)
+            target = _NoteBuffer(block.view, block.place, block, first=put)
             self.grown = True
-        _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(found.memory), found.place)
+        _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(target.memory), target.place)
         last = put, self._buffer
-        self._buffer = found  # Comes first: an exception of a signal handler must not leave it among the full ones.
+        self._buffer = target  # Comes first: an exception of a signal handler must not leave it among the full ones.
         self._full.append(last)
-        return found
+        return target
 
     def take(self) -> bytes:
         """Return the peer's next note, which is there.

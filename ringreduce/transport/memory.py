@@ -83,35 +83,35 @@ class MemoryMessages:
         return self._world.queues.setdefault((sender, receiver, tag), deque())
 
     def start(self, requests: Sequence[Prequest]) -> None:
-        for each in requests:
-            assert isinstance(each, _MemoryTransfer) and each.done, "a transfer was started twice"
-            each.done = False
-            if each.is_send:
-                each.copy = each.data.copy()
-                each.queue.append(each)
+        for request in requests:
+            assert isinstance(request, _MemoryTransfer) and request.done, "a transfer was started twice"
+            request.done = False
+            if request.is_send:
+                request.copy = request.data.copy()
+                request.queue.append(request)
 
     def test_all(self, requests: Sequence[Prequest]) -> bool:
         self.test_some(requests)
-        for each in requests:
-            assert isinstance(each, _MemoryTransfer)
-            if not each.done:
+        for request in requests:
+            assert isinstance(request, _MemoryTransfer)
+            if not request.done:
                 return False
         return True
 
     def test_some(self, requests: Sequence[Prequest]) -> Sequence[int]:
         finished = []
-        for index, each in enumerate(requests):
-            assert isinstance(each, _MemoryTransfer)
-            if each.done or (each.copy is not None if each.is_send else not each.queue):
+        for index, request in enumerate(requests):
+            assert isinstance(request, _MemoryTransfer)
+            if request.done or (request.copy is not None if request.is_send else not request.queue):
                 continue
-            if not each.is_send:
-                sent = each.queue.popleft()
+            if not request.is_send:
+                sent = request.queue.popleft()
                 assert sent.copy is not None
-                assert sent.copy.nbytes == each.data.nbytes, f"{sent.copy.nbytes} bytes came, not {each.data.nbytes}"
+                assert sent.copy.nbytes == request.data.nbytes, f"{sent.copy.nbytes} bytes, not {request.data.nbytes}"
                 assert sent.copy.tobytes() == sent.data.tobytes(), "what was sent has changed on its way"
-                np.copyto(each.data, sent.copy)
+                np.copyto(request.data, sent.copy)
                 sent.copy = None
-            each.done = True
+            request.done = True
             finished.append(index)
         return finished
 
@@ -149,9 +149,9 @@ class MemoryMessages:
         return world.messages(ranks.index(self.rank)) if self.rank in ranks else None
 
     def give_up(self, requests: Sequence[Prequest]) -> None:
-        for each in requests:
-            assert isinstance(each, _MemoryTransfer)
-            each.done = True
+        for request in requests:
+            assert isinstance(request, _MemoryTransfer)
+            request.done = True
 
     def renew(self) -> None:
         self._rendezvous()  # From here on nobody sends.

@@ -98,7 +98,7 @@ class Messages(Protocol):
         """Give back what the transport holds; local, and safe to call twice."""
 
 
-def exchange_json(messages: Messages, value: Any, fits: Callable[[Any], object] = lambda each: True) -> list[Any]:
+def exchange_json(messages: Messages, value: Any, fits: Callable[[Any], object] = lambda answer: True) -> list[Any]:
     """Give a value of JSON to all ranks and return everyone's, in rank order. Collective; see `Messages.exchange`.
 
     Args:
@@ -151,7 +151,7 @@ def together(messages: Messages, step: Callable[[], T], undo: Callable[[T], obje
     except _FAILURES as error:
         reason = str(error) or repr(error)
     everyone = enumerate(exchange_json(messages, reason))
-    reasons = {rank: each for rank, each in everyone if each is not None}
+    reasons = {rank: reason for rank, reason in everyone if reason is not None}
     if not reasons:
         return result
     if reason is None and undo is not None:

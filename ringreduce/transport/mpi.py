@@ -192,10 +192,10 @@ def duplicates(comm: MPI.Intracomm, waiter: Waiter, count: int) -> list[MPI.Intr
                 copy, request = comm.Idup()  # Dup would wait without limit for a rank that does not come.
                 begun.append(_Duplicate(copy, request))
             _finish(comm, begun[number].request, waiter)
-    made = [copy for copy, _ in _begun.pop(comm.py2f())]
-    for each in made:
-        each.Set_errhandler(MPI.ERRORS_RETURN)
-    return made
+    copies = [copy for copy, _ in _begun.pop(comm.py2f())]
+    for duplicate in copies:
+        duplicate.Set_errhandler(MPI.ERRORS_RETURN)
+    return copies
 
 
 def _finish(comm: MPI.Intracomm, request: MPI.Request, waiter: Waiter) -> None:

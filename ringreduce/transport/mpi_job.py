@@ -99,10 +99,10 @@ class MpiRanks:
 
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[MpiMessages]:
         comm = _part(self._comm, ranks, waiters[0], purpose="make a group with this rank")
-        made = [MpiMessages(comm, each) for each in waiters]
+        messages = [MpiMessages(comm, waiter) for waiter in waiters]
         with translated():
             comm.Free()
-        return made
+        return messages
 
     def abort(self, code: int) -> None:
         if launch().survives_deaths:
@@ -122,7 +122,7 @@ class MpiRanks:
         self._priority = priority
         self._here.clear()
         left = self._numbers_in(self._given)
-        self._doubtful += [each for each in self._present if each not in left and not self._is_dead(each)]
+        self._doubtful += [rank for rank in self._present if rank not in left and not self._is_dead(rank)]
         self._present = left
         if self._given in (world(), MPI.COMM_WORLD):
             use_survivors(self._comm)
@@ -287,7 +287,7 @@ def _await_all(comm: MPI.Intracomm, peers: Sequence[int], waiter: Waiter, purpos
         answers = {peer: comm.Irecv([bytearray(), MPI.BYTE], peer, _HERE_TAG) for peer in peers}
         try:
             waiter.until(
-                lambda: all(each.Test() for each in (*sent, *answers.values())),
+                lambda: all(request.Test() for request in (*sent, *answers.values())),
                 lambda: f"{name_ranks([peer for peer, each in answers.items() if not each.Test()])} to {purpose}",
             )
         except CollectiveTimeoutError:

@@ -44,8 +44,8 @@ _open: set[MpiMessages] = set()
 
 def revoke_all() -> None:
     """Revoke all transports of this process."""
-    for each in list(_open):
-        each.revoke()
+    for messages in list(_open):
+        messages.revoke()
 
 
 class _DescribedMessage(NamedTuple):
@@ -127,7 +127,7 @@ class MpiMessages:
             raise translate(error, self._data) from error
 
     def free(self, requests: Sequence[Prequest]) -> None:
-        given_up = {id(each.request) for each in self._given_up}
+        given_up = {id(message.request) for message in self._given_up}
         try:
             for request in cast("Sequence[MPI.Prequest]", requests):
                 if id(request) in given_up:
@@ -162,12 +162,12 @@ class MpiMessages:
         return messages
 
     def give_up(self, requests: Sequence[Prequest]) -> None:
-        self._given_up += [self._described[id(each)] for each in requests]
+        self._given_up += [self._described[id(request)] for request in requests]
 
     def renew(self) -> None:
         given_up = self._given_up
         self._given_up = []
-        sent = [(each.peer, each.tag, each.nbytes) for each in given_up if each.is_send]
+        sent = [(message.peer, message.tag, message.nbytes) for message in given_up if message.is_send]
         sends = exchange_json(self, sent, self._may_be_sends)
         # Of one sender and tag, messages and receives match in their order. So of messages coming to this rank, or
         # of its receives, the last ones are too many.
@@ -181,7 +181,7 @@ class MpiMessages:
             if not each.is_send:
                 receives[each.peer, each.tag].append(each.request)
         # A request may have been started twice, after its first message was complete.
-        left: list[MPI.Request] = list({id(each.request): each.request for each in given_up}.values())
+        left: list[MPI.Request] = list({id(message.request): message.request for message in given_up}.values())
         with translated(self._data):
             for source, mine in receives.items():
                 for request in mine[len(coming[source]) :]:
@@ -200,11 +200,11 @@ class MpiMessages:
     def _may_be_sends(self, value: Any) -> bool:
         """Return whether what a rank says of messages that it has started can be so; it is not sealed."""
         return isinstance(value, list) and all(
-            isinstance(each, list)
-            and len(each) == 3
-            and all(type(number) is int and 0 <= number < 1 << 31 for number in each)
-            and each[1] <= self.max_tag
-            for each in value
+            isinstance(item, list)
+            and len(item) == 3
+            and all(type(number) is int and 0 <= number < 1 << 31 for number in item)
+            and item[1] <= self.max_tag
+            for item in value
         )
 
     def revoke(self) -> None:
@@ -215,13 +215,13 @@ class MpiMessages:
             if comm != MPI.COMM_NULL:
                 with suppress(MPI.Exception):
                     comm.Revoke()
-        for each in list(self._described.values()):
-            if _ends(each.request):
-                del self._described[id(each.request)]
-                each.request.Free()
+        for message in list(self._described.values()):
+            if _ends(message.request):
+                del self._described[id(message.request)]
+                message.request.Free()
         control = self._control
-        control.posted = [each for each in control.posted if not _ends(each[0])]
-        control.unfinished = [each for each in control.unfinished if not _all_end(each[0])]
+        control.posted = [note for note in control.posted if not _ends(note[0])]
+        control.unfinished = [requests for requests in control.unfinished if not _all_end(requests[0])]
         self._forget()
 
     def abandon(self) -> None:
@@ -368,7 +368,7 @@ class _Control:
         if not soon(lambda: together() or refused(), self._waiter.crowded) or refused():
             return False
         self.unfinished.pop()
-        self.posted = [each for each in self.posted if not each[0].Test()]
+        self.posted = [note for note in self.posted if not note[0].Test()]
         return not self.posted
 
 

@@ -38,8 +38,8 @@ class _Transcript:
         self._mix_hash(prologue)
         self._chaining, mixed, self._key = self._hkdf(psk, 3)  # The token psk: MixKeyAndHash.
         self._mix_hash(mixed)
-        made = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
-        self._ephemeral = made
+        private_key = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
+        self._ephemeral = private_key
 
     def write_key(self) -> bytes:
         """Return this side's public key: the token e."""
@@ -93,8 +93,8 @@ class _Transcript:
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-        made = HKDF(algorithm=SHA256(), length=count * KEY_NBYTES, salt=self._chaining, info=b"").derive(material)
-        return [made[start : start + KEY_NBYTES] for start in range(0, len(made), KEY_NBYTES)]
+        derived = HKDF(algorithm=SHA256(), length=count * KEY_NBYTES, salt=self._chaining, info=b"").derive(material)
+        return [derived[start : start + KEY_NBYTES] for start in range(0, len(derived), KEY_NBYTES)]
 
 
 class Initiator:

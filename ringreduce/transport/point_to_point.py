@@ -68,9 +68,9 @@ def small_kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayKind | None
     Raises:
         UnsupportedBufferError: their elements are not supported.
     """
-    found = DType.of(dtype)
+    row = DType.of(dtype)
     nbytes = dtype.itemsize * prod(shape)
-    return _kind(described(found.name, shape), nbytes) if nbytes <= _SMALL else None
+    return _kind(described(row.name, shape), nbytes) if nbytes <= _SMALL else None
 
 
 class PeerTransfer:
@@ -240,7 +240,7 @@ class PointToPoint:
         with self._lock:
             if self._awaited or there[0] == stream.taken or not self._lifetime.open:
                 return None
-            if self._announced and (peer, tag) in [each[:2] for each in self._announced]:
+            if self._announced and (peer, tag) in [announced[:2] for announced in self._announced]:
                 return None
             try:
                 note = stream.take()
@@ -316,9 +316,9 @@ class PointToPoint:
         """Return once one of several transfers is done, or what is waited for has ``changed``; raises as `wait`."""
 
         def over() -> bool:
-            if not any(each.done for each in transfers):
+            if not any(transfer.done for transfer in transfers):
                 self.advance()
-            return any(each.done for each in transfers) or changed()
+            return any(transfer.done for transfer in transfers) or changed()
 
         self.waiter.until(over, lambda: f"the other side of a {transfers[0]}")
 
@@ -337,13 +337,13 @@ class PointToPoint:
                 while self._awaited and (arrived := poll()) is not None:
                     self._take(*arrived)
                     if len(self._polls) > 1:  # The other comes first next time.
-                        self._polls = [*(each for each in self._polls if each != poll), poll]
+                        self._polls = [*(other for other in self._polls if other != poll), poll]
             if self._moving:
-                for each in self._moving:
-                    if not each.done and self._messages.test_all(each.requests):
-                        self._messages.free(each.requests)
-                        each.end()
-                self._moving = [each for each in self._moving if not each.done]
+                for transfer in self._moving:
+                    if not transfer.done and self._messages.test_all(transfer.requests):
+                        self._messages.free(transfer.requests)
+                        transfer.end()
+                self._moving = [transfer for transfer in self._moving if not transfer.done]
         except RingReduceError as error:
             self.fail(self._find_failed("this rank waits for a message") or error)
         finally:
@@ -387,9 +387,9 @@ class PointToPoint:
         ended = (*self._awaited, *self._moving)
         self._awaited = []
         self._moving = []
-        for each in ended:
-            if not each.done:
-                each.end(error)  # MPI itself keeps alive what it still moves.
+        for transfer in ended:
+            if not transfer.done:
+                transfer.end(error)  # MPI itself keeps alive what it still moves.
 
     def _forked(self) -> None:
         self._lock = threading.RLock()  # The rank may hold the former one.
@@ -399,13 +399,13 @@ class PointToPoint:
     def _take(self, sender: int, note: bytes) -> None:
         """Take a note that has come."""
         (tag,) = _TAG.unpack_from(note)
-        for place, each in enumerate(self._awaited):
-            if each.tag == tag and each.peer in (None, sender):
+        for place, transfer in enumerate(self._awaited):
+            if transfer.tag == tag and transfer.peer in (None, sender):
                 del self._awaited[place]
                 try:
-                    self._receive(each, sender, note)
+                    self._receive(transfer, sender, note)
                 except BaseException as error:
-                    each.end(error)  # Nothing else ends it: it is in no list.
+                    transfer.end(error)  # Nothing else ends it: it is in no list.
                     raise
                 return
         self._announced.append((sender, tag, note))

@@ -126,9 +126,9 @@ def sealed(inner: Messages, key: Secret, name: str) -> Messages:
     mine = os.urandom(KEY_NBYTES)
     fresh = inner.exchange(mine)
     fresh[inner.rank] = mine
-    for rank, each in enumerate(fresh):
-        if len(each) != KEY_NBYTES:  # Otherwise other parts could make the same key together.
-            raise _not_opened(f"part of rank {rank} in a new key ({len(each)} bytes)")
+    for rank, part in enumerate(fresh):
+        if len(part) != KEY_NBYTES:  # Otherwise other parts could make the same key together.
+            raise _not_opened(f"part of rank {rank} in a new key ({len(part)} bytes)")
     return cast("Messages", SealedMessages(inner, Secret(key.derive(name, b"".join(fresh)))))
 
 
@@ -163,10 +163,10 @@ class SealedMessages(GuardedMessages):
 
     def _stream(self, kind: str, peer: int, *, is_send: bool) -> _SealedStream:
         """Return what is under way of a kind, to a peer or from it. Each has a key of its own."""
-        found = self._streams.get((kind, peer, is_send))
-        if found is None:
-            found = self._streams[kind, peer, is_send] = _SealedStream(self._cipher(kind, peer, is_send=is_send))
-        return found
+        stream = self._streams.get((kind, peer, is_send))
+        if stream is None:
+            stream = self._streams[kind, peer, is_send] = _SealedStream(self._cipher(kind, peer, is_send=is_send))
+        return stream
 
     def _cipher(self, kind: str, peer: int, *, is_send: bool) -> Cipher:
         what = f"data {self._renewals}" if kind == "data" else kind
@@ -265,5 +265,5 @@ def _interrupted() -> TransportError:
 
 
 def _not_opened(what: str) -> ChangedMessageError:
-    said = f"{what} does not open: it has changed on its way, or something else has come in its place"
-    return ChangedMessageError(said)
+    text = f"{what} does not open: it has changed on its way, or something else has come in its place"
+    return ChangedMessageError(text)

@@ -247,7 +247,7 @@ class Arena:
         while self._returned:
             back.append(self._returned.popleft())
         for lease in back:
-            if not all(each.ended for each in lease.seen):
+            if not all(process.ended for process in lease.seen):
                 self._seen.append(lease)
                 continue
             if lease.result_nbytes >= 0:
@@ -269,7 +269,7 @@ class Arena:
         """Hand out nothing that lives now again before all ``processes`` have ended, which are forked just now."""
         for lease in [*self._leases.values(), *self._returned]:
             if processes not in lease.seen:
-                lease.seen = (*(each for each in lease.seen if not each.ended), processes)
+                lease.seen = (*(process for process in lease.seen if not process.ended), processes)
 
     def place(self, address: int, nbytes: int) -> int:
         """Return the place of some memory of this rank's."""
@@ -298,16 +298,16 @@ class Arena:
         return self.segments.open(rank, segment)[offset:][: count * dtype.itemsize].view(dtype)
 
     def _take(self, nbytes: int, most_segments: Callable[[], int] | None) -> int:
-        found = self._space.find(nbytes)
-        if found == NOWHERE and self._kept:
+        offset = self._space.find(nbytes)
+        if offset == NOWHERE and self._kept:
             kept = self._kept
             self._kept = []
             self._kept_nbytes = 0
             for block in kept:
                 self.release(block)
-            found = self._space.find(nbytes)
-        if found != NOWHERE:
-            return found
+            offset = self._space.find(nbytes)
+        if offset != NOWHERE:
+            return offset
         if most_segments is not None and len(self._space.memory) >= most_segments():
             raise TransportError(f"there are {len(self._space.memory)} segments already")
         return self._space.extend(nbytes)

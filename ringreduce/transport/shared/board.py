@@ -286,16 +286,16 @@ class Board:
 
     def _with_numbers(self, parity: int, count: int) -> list[int]:
         """Return source, target and numbers of each of the other members in a call that all have entered."""
-        found: list[int] = []
+        published: list[int] = []
         if count <= _NPUBLISHED:
             for line in self._entries[parity]:
-                found += line[_SOURCE : _PUBLISHED + count].tolist()
-            return found
+                published += line[_SOURCE : _PUBLISHED + count].tolist()
+            return published
         longer = [area for index, area in enumerate(self._longer[parity]) if index != self.index]
         for line, area in zip(self._entries[parity], longer, strict=True):
-            found += line[_SOURCE:_PUBLISHED].tolist()
-            found += area[:count].tolist()
-        return found
+            published += line[_SOURCE:_PUBLISHED].tolist()
+            published += area[:count].tolist()
+        return published
 
     def _soon(self, line: memoryview, number: int) -> bool:
         """Poll a flag, then give the core away some times: ranks in step are not further apart than that.

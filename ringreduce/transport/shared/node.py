@@ -72,7 +72,7 @@ def join(
     introduction = {"host": host, "pid": os.getpid(), "namespace": pid_namespace(), "cores": cores}
     everyone = exchange_json(messages, introduction)
     node_size = config.node_size or messages.size
-    hosts = topology = Topology.from_hosts((each["host"], rank // node_size) for rank, each in enumerate(everyone))
+    hosts = topology = Topology.from_hosts((facts["host"], rank // node_size) for rank, facts in enumerate(everyone))
     members = hosts.node_of(messages.rank)
     waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
     results_nbytes = config.results_nbytes
@@ -142,14 +142,14 @@ def _share(
                 require_secret(member, arena.peer_view(member, place, secret.dtype, count=_SECRET_NBYTES))
 
     def look_at_private() -> None:
-        found = np.empty_like(secret)
+        copied = np.empty_like(secret)
         for member in members:
             pid = arena.segments.pid(member)
             address = everyone[member]["address"]
             memory = PrivateMemory(member, pid, address, dtype=secret.dtype, size=_SECRET_NBYTES)
-            memory.copy_to(found)()
-            require_secret(member, found)
-            memory.copy_from(found)()  # It copies what is there already, only to try it.
+            memory.copy_to(copied)()
+            require_secret(member, copied)
+            memory.copy_from(copied)()  # It copies what is there already, only to try it.
 
     def copies_private() -> bool:
         try:

@@ -153,7 +153,7 @@ class MemfdSegments(Segments):
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        kept = {fd: mapped for fd, each in self._kept.items() if (mapped := each()) is not None}
+        kept = {fd: mapped for fd, reference in self._kept.items() if (mapped := reference()) is not None}
         for fd, mapped in (self._own | kept).items():
             address = np.frombuffer(mapped, np.uint8).ctypes.data
             access = mmap.PROT_READ | mmap.PROT_WRITE
