@@ -188,8 +188,8 @@ def _work_of_one_byte(algorithm: str, topology: Topology) -> Work:
             block = 1 / schedule.nblocks
             own = 0.0
             for step in schedule.steps:
-                own += block * sum(len(each.blocks) for each in (*step.recvs, *step.loads) if each.reduce)
-                out += block * sum(len(each.blocks) for each in step.sends if topology.home_of(each.peer) != number)
+                own += block * sum(len(move.blocks) for move in (*step.recvs, *step.loads) if move.reduce)
+                out += block * sum(len(move.blocks) for move in step.sends if topology.home_of(move.peer) != number)
             reduced = max(reduced, own)
             messages = max(messages, sum(len(step.sends) + len(step.recvs) for step in schedule.steps))
             direct_steps = max(direct_steps, sum(bool(step.loads or step.stores) for step in schedule.steps))

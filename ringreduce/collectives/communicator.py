@@ -108,7 +108,7 @@ class Communicator:
         self.instruments = context.instruments
         self.lifetime = context.lifetime
         self.gpu = devices(context, state)
-        self.tallies = {each.value: Tally() for each in Collective}
+        self.tallies = {collective.value: Tally() for collective in Collective}
         self._chooser = Chooser(context, self.gpu)
         self._operands = Operands(self.gpu, context.arena, shares_results=self.size > 1)
         self._runner = Runner(context, state, self._operands, chooser=self._chooser, tallies=self.tallies)
@@ -562,22 +562,22 @@ class Communicator:
         """
         segments = self._context.arena.segments
         first = self._context.topology.node_of(self.rank)[0]
-        number, made = self._together(lambda: segments.create_kept(nbytes) if first == self.rank else (0, None))
+        number, segment = self._together(lambda: segments.create_kept(nbytes) if first == self.rank else (0, None))
         numbers = self.allgather(np.array([number]))
-        return self._together(lambda: segments.open_kept(first, int(numbers[first])) if made is None else made)
+        return self._together(lambda: segments.open_kept(first, int(numbers[first])) if segment is None else segment)
 
     def _together(self, step: Callable[[], _T]) -> _T:
         """Take a step that may fail, on all ranks or on none: after a failure all raise `TransportError`."""
         problem = ""
-        made = None
+        result = None
         try:
-            made = step()
+            result = step()
         except TransportError as error:
             problem = str(error)
         failed = self.allgather(np.array([bool(problem)])).nonzero()[0]
         if failed.size:
             raise TransportError(problem or f"rank {failed[0]} has no memory for the ranks of its node to share")
-        return cast(_T, made)
+        return cast(_T, result)
 
     # ---- the end ----
 

@@ -197,4 +197,4 @@ def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segme
         ]
         for lane in lanes
     ]
-    return [tuple(chain.from_iterable(each)) for each in zip_longest(*cuts, fillvalue=(slice(0, 0),) * nnodes)]
+    return [tuple(chain.from_iterable(slices)) for slices in zip_longest(*cuts, fillvalue=(slice(0, 0),) * nnodes)]

@@ -155,10 +155,10 @@ class Context:
         if weights:
             return WeightedKernels(dtype, weights, self.scratch.weighted)
         key = dtype.name, op
-        found = self.scratch.kernels.get(key)
-        if found is None:
-            found = self.scratch.kernels[key] = kernels_for(dtype, op, self.topology.size)
-        return found
+        kernels = self.scratch.kernels.get(key)
+        if kernels is None:
+            kernels = self.scratch.kernels[key] = kernels_for(dtype, op, self.topology.size)
+        return kernels
 
     def link(self, signature: Signature) -> Link:
         """Return how this rank sends, waits and reports in a call.
@@ -273,13 +273,13 @@ class Context:
         """
         reached = [number, self.board.number, self.board.epoch]
         everyone = exchange_json(self.messages, reached)
-        if len({each[0] for each in everyone}) > 1:
+        if len({facts[0] for facts in everyone}) > 1:
             mismatch.in_step = False
             return
         members = [everyone[member] for member in self.board.members]
         self.messages.renew()
         self.agreement.resume(number)
-        self.board.resume(max(each[1] for each in members), max(each[2] for each in members))
+        self.board.resume(max(member[1] for member in members), max(member[2] for member in members))
 
     # ---- the end ----
 

@@ -166,11 +166,11 @@ class Operands:
         if not fits or target.dtype is not source.dtype:
             rows = shape[1:]
             had = target.dtype.name
-            made = source.dtype.name
+            has = source.dtype.name
             raise UnsupportedBufferError(
-                f"out has shape {target.shape} and dtype {had}, the result has rows of shape {rows} and dtype {made}"
+                f"out has shape {target.shape} and dtype {had}, the result has rows of shape {rows} and dtype {has}"
                 if by_rows
-                else f"out has shape {target.shape} and dtype {had}, the result has shape {shape} and dtype {made}"
+                else f"out has shape {target.shape} and dtype {had}, the result has shape {shape} and dtype {has}"
             )
         target.require_writable()
         return ResultArray(self, out=out, operand=target)
@@ -205,11 +205,11 @@ class Operands:
         is_flat = len(shape) == 1
 
         def make() -> tuple[Array, int]:
-            made = None if arena is None else arena.result(storage, count, nbytes)
-            if made is None:
+            leased = None if arena is None else arena.result(storage, count, nbytes)
+            if leased is None:
                 view = np.empty(shape, storage)
                 return view, address_of(view)
-            return made if is_flat else (made[0].reshape(shape), made[1])
+            return leased if is_flat else (leased[0].reshape(shape), leased[1])
 
         return make
 

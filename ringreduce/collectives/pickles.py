@@ -99,7 +99,7 @@ def broadcast_packed(
     memories: list[npt.NDArray[np.uint8]],
 ) -> tuple[Any, list[npt.NDArray[np.uint8]]]:
     """Give every rank what `skeleton` made on the root; raise on all ranks if that has failed."""
-    total = len(data) + sum(each.size for each in memories)
+    total = len(data) + sum(memory.size for memory in memories)
     header = np.array([len(data), failure is not None, len(memories), total], np.int64)
     nbytes, failed, count, total = communicator.broadcast(header, root).tolist()
     _require_small_enough(communicator, [total], [root])
@@ -108,10 +108,10 @@ def broadcast_packed(
     pickled = communicator.broadcast(pickled, root)
     if failed:
         _raise_unsendable(root, pickled.tobytes(), failure)
-    lengths = communicator.broadcast(np.array([each.size for each in memories] or [0] * count, np.int64), root)
+    lengths = communicator.broadcast(np.array([memory.size for memory in memories] or [0] * count, np.int64), root)
     received = memories if is_root else [np.empty(length, np.uint8) for length in lengths]
-    for each in received:
-        communicator.broadcast(each, root, out=each if each.flags.writeable else None)
+    for array in received:
+        communicator.broadcast(array, root, out=array if array.flags.writeable else None)
     return pickled, received
 
 
@@ -145,11 +145,11 @@ def alltoall_packed(
         By the rank that sent them.
     """
     reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-    lengths = {dest: [each.size for each in arrays] for dest, arrays in parcels.items()}
+    lengths = {dest: [array.size for array in arrays] for dest, arrays in parcels.items()}
     everyone = gather(communicator, (reason, lengths))
-    for rank, (said, _) in enumerate(everyone):
-        if said is not None:
-            _raise_unsendable(rank, said.encode(errors="replace"), failure if rank == communicator.rank else None)
+    for rank, (text, _) in enumerate(everyone):
+        if text is not None:
+            _raise_unsendable(rank, text.encode(errors="replace"), failure if rank == communicator.rank else None)
     me = communicator.rank
     received = {
         source: [np.empty(length, np.uint8) for length in theirs[me]]
@@ -158,8 +158,8 @@ def alltoall_packed(
     }
     incoming = {source: _pieces(arrays) for source, arrays in received.items()}
     outgoing = {dest: _pieces(arrays) for dest, arrays in parcels.items()}
-    streams = (each for _, theirs in everyone for each in theirs.values())
-    for number in range(max((sum(-(-n // _PIECE_NBYTES) for n in each) for each in streams), default=0)):
+    streams = (arrays for _, theirs in everyone for arrays in theirs.values())
+    for number in range(max((sum(-(-n // _PIECE_NBYTES) for n in sizes) for sizes in streams), default=0)):
         now = [outgoing.get(dest, [])[number : number + 1] for dest in range(communicator.size)]
         sent = np.concatenate([np.empty(0, np.uint8), *(piece for pieces in now for piece in pieces)])
         came, counts = communicator.alltoall(sent, [sum(piece.size for piece in pieces) for pieces in now])
@@ -171,4 +171,4 @@ def alltoall_packed(
 
 
 def _pieces(arrays: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.uint8]]:
-    return [each[begin : begin + _PIECE_NBYTES] for each in arrays for begin in range(0, each.size, _PIECE_NBYTES)]
+    return [array[begin : begin + _PIECE_NBYTES] for array in arrays for begin in range(0, array.size, _PIECE_NBYTES)]

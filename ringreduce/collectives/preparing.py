@@ -103,7 +103,7 @@ def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
             argument = f"{op.value} as {codec}{'' if call.feedback is None else ' with feedback'}"
         elif call.feedback is not None:
             call.feedback.begin(0, 0)
-    weights = tuple(real_number("weights", each) for each in call.weights) if call.weights else ()
+    weights = tuple(real_number("weights", weight) for weight in call.weights) if call.weights else ()
     if weights:
         _require_weighable(ranks, call, source, op=op, weights=weights)
         argument = f"{argument}, weights {weights}"
@@ -194,7 +194,7 @@ def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
         lengths = row_counts(call.splits, rows, ranks.topology.size)
         argument = f"{argument}, splits {lengths}"
     result = operands.result(call.array, source, (lengths[ranks.rank], *source.shape[1:]), out=call.out)
-    counts = tuple([each * row for each in lengths])
+    counts = tuple([length * row for length in lengths])
     nbytes = source.nbytes
     kind = CallKind(
         call.collective,

@@ -33,13 +33,13 @@ def received_rows(signature: str, everyone: Sequence[Sequence[int]], rank: int) 
     Raises:
         MismatchError: on all ranks: on some, the array for the result is too small or too large.
     """
-    received = [[rows_for(each, rank) for each in everyone] for rank in range(len(everyone))]
-    if all(each[0] in (-1, sum(rows)) for each, rows in zip(everyone, received, strict=True)):
+    received = [[rows_for(numbers, rank) for numbers in everyone] for rank in range(len(everyone))]
+    if all(numbers[0] in (-1, sum(rows)) for numbers, rows in zip(everyone, received, strict=True)):
         return received[rank]
     texts = {}
-    for number, (each, rows) in enumerate(zip(everyone, received, strict=True)):
-        wrong = each[0] not in (-1, sum(rows))
-        texts[number] = f"{signature}, out has {each[0]} rows, and the result {sum(rows)}" if wrong else signature
+    for number, (of_rank, rows) in enumerate(zip(everyone, received, strict=True)):
+        wrong = of_rank[0] not in (-1, sum(rows))
+        texts[number] = f"{signature}, out has {of_rank[0]} rows, and the result {sum(rows)}" if wrong else signature
     raise MismatchError(texts)
 
 
@@ -66,15 +66,15 @@ def agreed_part(signature: str, everyone: Sequence[Sequence[int]], root: int) ->
     Raises:
         MismatchError: on all ranks: some expect other parts than the root gives.
     """
-    given = tuple(everyone[root])
-    if any(tuple(each) not in (given, _ANY_PART) for each in everyone):
+    of_root = tuple(everyone[root])
+    if any(tuple(numbers) not in (of_root, _ANY_PART) for numbers in everyone):
         texts = {}
-        for rank, each in enumerate(everyone):
-            shape, dtype = part_of(_part(each))
-            wanted = "" if tuple(each) == _ANY_PART else f", parts of shape {shape_text(shape)}, {dtype.name}"
+        for rank, of_rank in enumerate(everyone):
+            shape, dtype = part_of(_part(of_rank))
+            wanted = "" if tuple(of_rank) == _ANY_PART else f", parts of shape {shape_text(shape)}, {dtype.name}"
             texts[rank] = f"{signature[:-1]}{wanted})"
         raise MismatchError(texts)
-    return _part(given)
+    return _part(of_root)
 
 
 def part_of(agreed: Sequence[int]) -> tuple[tuple[int, ...], DType]:

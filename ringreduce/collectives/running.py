@@ -35,7 +35,7 @@ from ringreduce.transport.shared.board import Signature
 #: Those in which all ranks' arrays have the same shape.
 _OF_ONE_SHAPE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
 #: Collectives by name: to call the enumeration takes half a microsecond.
-_COLLECTIVES = {each.value: each for each in Collective}
+_COLLECTIVES = {collective.value: collective for collective in Collective}
 _FLOAT32 = DTYPES["float32"]
 #: Addresses of results whose plans a repeated call remembers.
 _RESULTS = 16
@@ -106,11 +106,11 @@ class Runner:
         record: list[Any] = [started, 0.0, collective, nbytes]
         instruments.calls.append(record)
         try:
-            made = state.quiet.run(repeat.run)
+            repeated = state.quiet.run(repeat.run)
         except BaseException as error:
             state.end(collective, error, begun)
             raise
-        result = made if out is None else out
+        result = repeated if out is None else out
         if repeat.counts_result:
             record[3] = nbytes = result.nbytes
         tally.calls += 1
@@ -298,10 +298,10 @@ class Runner:
         result = prepared.result
         collective = task.kind.collective
         follows = self._context.rank != task.kind.root and collective in (Collective.BROADCAST, Collective.SCATTER)
-        known = call.array is None or isinstance(call.array, np.ndarray) or hasattr(call.array, "data_ptr")
+        lasts = call.array is None or isinstance(call.array, np.ndarray) or hasattr(call.array, "data_ptr")
         whole = prepared.source
         is_own = isinstance(whole, Operand) and whole.contiguous and not whole.is_copy and whole.nbytes > 0
-        if not (plan.reusable and known and (follows or (is_own and whole.address == source.address))):
+        if not (plan.reusable and lasts and (follows or (is_own and whole.address == source.address))):
             return None
         given = source.unowned()
         if result is None:
@@ -357,14 +357,14 @@ class Runner:
             if run is None or closed != plans.closed:
                 target = flat(Operand(view, dtype, address)).unowned()
                 source = target if follows else given
-                found = self._plan_of(task, source, target)
-                if not found.reusable:
+                bound_call = self._plan_of(task, source, target)
+                if not bound_call.reusable:
                     try:
-                        found.run(source, partial(constant, target))
+                        bound_call.run(source, partial(constant, target))
                     finally:
-                        found.close()
+                        bound_call.close()
                     return native(view, dtype, library)
-                run = found.repeated(source, target)
+                run = bound_call.repeated(source, target)
                 if len(bound) >= _RESULTS:
                     bound.clear()
                 bound[address] = plans.closed, run

@@ -86,7 +86,7 @@ class SendRecv:
         to = whole_number("dest", dest)
         sender = None if source is None else whole_number("source", source)
         tag = whole_number("tag", tag)
-        given, taken = (require_host(operand_of(each), "sendrecv") for each in (array, out))
+        given, taken = (require_host(operand_of(sent_or_received), "sendrecv") for sent_or_received in (array, out))
         with self._timed("sendrecv", given.nbytes):
             if to == sender == self._rank:
                 self._copy_to_self(given, taken)

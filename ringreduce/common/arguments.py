@@ -134,7 +134,7 @@ def row_counts(splits: Any, rows: int, size: int) -> list[int]:
         return [rows // size] * size
     if not isinstance(splits, Iterable):
         raise ConfigError(f"splits must be {size} whole numbers, got {shown(splits)}")
-    counts = [whole_number("each of the splits", each) for each in splits]
+    counts = [whole_number("each of the splits", split) for split in splits]
     if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
         raise ConfigError(f"splits must be {size} numbers >= 0 that add up to the {rows} rows, got {counts}")
     return counts

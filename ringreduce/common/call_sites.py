@@ -96,10 +96,10 @@ def disagreement(calls: Mapping[int, CallSite], texts: Mapping[int, str] | None 
         calls: what each rank called.
         texts: what the error says that each called, and those that called nothing; None: as the calls say it.
     """
-    in_step = len({each.stack for each in calls.values()}) == 1
-    places = {rank: each.place for rank, each in calls.items()}
+    in_step = len({call.stack for call in calls.values()}) == 1
+    places = {rank: call.place for rank, call in calls.items()}
     return MismatchError(
-        texts or {rank: each.text for rank, each in calls.items()}, in_step=in_step, places={} if in_step else places
+        texts or {rank: call.text for rank, call in calls.items()}, in_step=in_step, places={} if in_step else places
     )
 
 
@@ -176,7 +176,7 @@ def _described(error: BaseException) -> str:
 
 def _plain(text: str, length: int) -> str:
     line = " ".join(text.split())[:length]
-    return "".join(each if each.isascii() and each.isprintable() else "?" for each in line)
+    return "".join(character if character.isascii() and character.isprintable() else "?" for character in line)
 
 
 def _line(code: CodeType, instruction: int) -> int:
@@ -199,4 +199,4 @@ def _expression(code: CodeType, instruction: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _is_ours(path: str) -> bool:
-    return path.startswith(_PACKAGE) or any(each in path for each in _CALLERS)
+    return path.startswith(_PACKAGE) or any(caller in path for caller in _CALLERS)

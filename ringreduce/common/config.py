@@ -262,8 +262,8 @@ def _known() -> dict[str, AbstractSet[str]]:
     return {"HOROVOD_": {*HOROVOD, *_HOROVOD_ALWAYS}, "RINGREDUCE_": ours | _ELSEWHERE}
 
 
-def _guess(name: str, prefix: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], 1, 0.75)
+def _guess(name: str, prefix: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.removeprefix(prefix), [var.removeprefix(prefix) for var in names], 1, 0.75)
     return f"{name} (did you mean {prefix}{close[0]}?)" if close else name
 
 

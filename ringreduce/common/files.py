@@ -97,11 +97,11 @@ def is_own_file(found: os.stat_result) -> bool:
 def require_own(folder: Path) -> None:
     """Raise an OSError if other users may write to a folder, or have made the link that leads to it."""
     mine = os.geteuid()
-    found = folder.stat()
-    for owner in (found.st_uid, folder.lstat().st_uid or mine):  # Root may have made a link.
+    status = folder.stat()
+    for owner in (status.st_uid, folder.lstat().st_uid or mine):  # Root may have made a link.
         if owner != mine:
             raise PermissionError(f"{folder} belongs to user {owner}, and this is user {mine}")
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise PermissionError(f"other users may write to {folder}; chmod go-w {folder}")
 
 

@@ -54,6 +54,6 @@ border: 1px solid var(--ink); }}
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: bool = False) -> str:
     """Return a table of a page; ``words``: whether its last column holds these, not numbers."""
     lines = [("th", headings), *(("td", row) for row in rows)]
-    cells = ("".join(f"<{tag}>{html.escape(each)}</{tag}>" for each in row) for tag, row in lines)
+    cells = ("".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in row) for tag, row in lines)
     kind = ' class="words"' if words else ""
     return f'<div class="table"><table{kind}>{"".join(f"<tr>{each}</tr>" for each in cells)}</table></div>'

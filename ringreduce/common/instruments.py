@@ -87,7 +87,7 @@ class Instruments:
         self.observers += (observer,)
 
     def remove(self, observer: Instrument) -> None:
-        self.observers = tuple(each for each in self.observers if each is not observer)
+        self.observers = tuple(other for other in self.observers if other is not observer)
 
     def notify(self, event: str, *what: object) -> None:
         """Call the method ``event`` of all observers."""
@@ -165,7 +165,7 @@ class Pace:
         return self._with(sub, before, self.cores)
 
     def _with(self, combine: Callable[[Any, Any], Any], other: Pace, cores: tuple[int, ...]) -> Pace:
-        names = [each.name for each in fields(self)[:-1]]
+        names = [tally.name for tally in fields(self)[:-1]]
         return Pace(**{name: combine(getattr(self, name), getattr(other, name)) for name in names}, cores=cores)
 
 
@@ -210,10 +210,10 @@ class EngineTally:
     @property
     def windows(self) -> list[list[Pace]]:
         """`paces` in the steps of each of the last eight reports, oldest first."""
-        known = [*self.before, self.paces] if self.before else []
+        reports = [*self.before, self.paces] if self.before else []
         return [
             [new - old for new, old in zip(after, before, strict=True)] if before else after
-            for before, after in pairwise(known)
+            for before, after in pairwise(reports)
         ]
 
     def count_batch(self, seconds: float, *, overlapped: bool) -> None:
@@ -229,11 +229,11 @@ class EngineTally:
 
     def add_paces(self, more: Sequence[Sequence[Any]]) -> None:
         """Count some more steps, given the arguments of a `Pace` for each rank."""
-        names = [each.name for each in fields(Pace)]
-        new = [Pace(**dict(zip(names, each, strict=True))) for each in more]
+        names = [column.name for column in fields(Pace)]
+        new = [Pace(**dict(zip(names, numbers, strict=True))) for numbers in more]
         self.before.append(self.paces)
         self.reports += 1
-        self.paces = [old + each for old, each in zip(self.paces, new, strict=True)] if self.paces else new
+        self.paces = [old + pace for old, pace in zip(self.paces, new, strict=True)] if self.paces else new
 
 
 def charge(came: Sequence[Sequence[float]]) -> list[tuple[int, float, float]]:
@@ -256,7 +256,7 @@ def charge(came: Sequence[Sequence[float]]) -> list[tuple[int, float, float]]:
         if behind_s >= LATE_S:
             last[rank] += 1
             late_s[rank] += behind_s
-    return [(last[rank], late_s[rank], max(ended_s - sum(each), 0.0)) for rank, each in enumerate(came)]
+    return [(last[rank], late_s[rank], max(ended_s - sum(times), 0.0)) for rank, times in enumerate(came)]
 
 
 def mean_values(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -265,4 +265,4 @@ def mean_values(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for last in ranks:
         for name, value in last.items():
             lists.setdefault(name, []).append(value)
-    return {name: sum(each) / len(each) for name, each in lists.items()}
+    return {name: sum(values) / len(values) for name, values in lists.items()}

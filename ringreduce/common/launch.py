@@ -158,8 +158,8 @@ class Launch:
         return cls(
             launcher,
             proof,
-            rank=number(*(each.rank for each in LAUNCHERS)) or 0,
-            size=number(*(each.size for each in LAUNCHERS)),
+            rank=number(*(row.rank for row in LAUNCHERS)) or 0,
+            size=number(*(row.size for row in LAUNCHERS)),
             job=_job(environ, launcher),
             local_size=number("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
             job_folder=folder if _is_own(folder) else None,
@@ -201,12 +201,12 @@ def _several(environ: Mapping[str, str], number: Callable[[str], int | None]) ->
     Variables of torchrun's are often set for ranks of MPI, too, and by `ringreduce run` always.
     """
     others = () if "RINGREDUCE_MASTER_ADDR" in environ else (TORCHRUN,)
-    for each in (TORCHRUN, *LAUNCHERS) if "TORCHELASTIC_RUN_ID" in environ else (*LAUNCHERS, *others):
-        size = number(each.size)
-        if size is not None and number(each.rank) is not None:
+    for row in (TORCHRUN, *LAUNCHERS) if "TORCHELASTIC_RUN_ID" in environ else (*LAUNCHERS, *others):
+        size = number(row.size)
+        if size is not None and number(row.rank) is not None:
             if size > 1:
-                return each, f"{each.size}={size}"
-            if each is not TORCHRUN:  # It has started this process alone, whatever the others have started.
+                return row, f"{row.size}={size}"
+            if row is not TORCHRUN:  # It has started this process alone, whatever the others have started.
                 return None, ""
     return (LAUNCHERS[0], f"{_PMIX_RANK}={number(_PMIX_RANK)}") if number(_PMIX_RANK) else (None, "")
 
@@ -230,13 +230,13 @@ def allocation(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None
     """
     for name, (job, only, hosts, restarts) in _SCHEDULERS.items():
         if environ.get(job) and environ.get(only):
-            found = {
+            facts = {
                 "scheduler": name,
                 "job": environ[job],
                 "hosts": environ.get(hosts),
                 "restarts": environ.get(restarts),
             }
-            return {key: value for key, value in found.items() if value}
+            return {key: value for key, value in facts.items() if value}
     return None
 
 

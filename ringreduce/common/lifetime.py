@@ -51,10 +51,10 @@ class Lifetime:
         Args:
             when_closed: as for the class; None: as for this.
         """
-        made = Lifetime(self._when_closed if when_closed is None else when_closed)
-        self._below[id(made)] = made
-        made._above = ref(self)
-        return made
+        child = Lifetime(self._when_closed if when_closed is None else when_closed)
+        self._below[id(child)] = child
+        child._above = ref(self)
+        return child
 
     def listen(self, event: Event, call: Callable[..., object]) -> None:
         """Have a function called in each such event."""
@@ -113,8 +113,8 @@ class Lifetime:
     def forking(self, processes: object) -> None:
         """Tell all listeners here and below that this process forks others, or has just done so."""
         self._notify("forking", processes)
-        for each in self._children():
-            each.forking(processes)
+        for child in self._children():
+            child.forking(processes)
 
     def fork(self, reason: str) -> None:
         """Refuse calls, here and below: this process was forked or started by the rank. Waits for no lock.
@@ -125,16 +125,16 @@ class Lifetime:
         self.open = False
         self.forked = reason
         self._notify("forked")
-        for each in self._children():
-            each.fork(reason)
+        for child in self._children():
+            child.fork(reason)
 
     def _children(self) -> list[Lifetime]:
         # Other threads may make children meanwhile: the list of references is made at once.
         return [each for found in self._below.valuerefs() if (each := found()) is not None]
 
     def _notify(self, event: Event, *what: Any) -> None:
-        for each, find in tuple(self._listeners):
-            if each == event and (call := find()) is not None:
+        for listened, find in tuple(self._listeners):
+            if listened == event and (call := find()) is not None:
                 call(*what)
 
 

@@ -19,7 +19,7 @@ class _RankHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         others = [*_logger.handlers, *(logging.getLogger().handlers if _logger.propagate else ())]
-        if any(each is not self for each in others):
+        if any(handler is not self for handler in others):
             return
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         try:

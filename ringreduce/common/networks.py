@@ -22,13 +22,13 @@ def read_interfaces(text: str) -> dict[str, str]:
     """
     routes = [(name, _number(network), _number(mask)) for name, network, mask in _ROUTE.findall(text)]
     routes.sort(key=lambda route: route[2])  # The narrowest network counts.
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     for address in dict.fromkeys(_ADDRESS.findall(text)):
         number = int(IPv4Address(address))
         names = [name for name, network, mask in routes if mask and number & mask == network]
         if names and not address.startswith("127."):
-            found.setdefault(names[-1], address)
-    return found
+            addresses.setdefault(names[-1], address)
+    return addresses
 
 
 def own_text() -> str:
@@ -67,5 +67,5 @@ def in_use(chosen: str, left_out: str) -> str:
     """
     if chosen:
         return chosen
-    found = read_interfaces(own_text())
-    return " and ".join(f"{name} ({address})" for name, address in found.items() if name not in left_out.split(","))
+    addresses = read_interfaces(own_text())
+    return " and ".join(f"{name} ({address})" for name, address in addresses.items() if name not in left_out.split(","))

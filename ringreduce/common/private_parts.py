@@ -32,7 +32,7 @@ def missing(parts: Sequence[Part]) -> dict[str, str]:
 
     Local; it takes some milliseconds and changes nothing.
     """
-    return {each.name: each.without for each in parts if not _is_there(each)}
+    return {part.name: part.without for part in parts if not _is_there(part)}
 
 
 def _is_there(part: Part) -> bool:

@@ -25,7 +25,7 @@ from ringreduce.common.launch import LAUNCHERS
 #: The name by which a rank announces itself to the processes that it starts.
 RANK = "ringreduce-rank"
 #: What starts ranks and stays with them until they end.
-_PROGRAMS = {name for each in LAUNCHERS for name in each.programs}
+_PROGRAMS = {name for row in LAUNCHERS for name in row.programs}
 _LOOK_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # Loaded now: there must be no import between fork and exec.
@@ -239,10 +239,10 @@ def is_pending(pid: int, number: int) -> bool:
 def _has_in(mask: str, pid: int, number: int) -> bool:
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            found = next((int(line.split()[1], 16) for line in file if line.startswith(mask)), 0)
+            signals = next((int(line.split()[1], 16) for line in file if line.startswith(mask)), 0)
     except OSError:
         return False
-    return bool(found >> (number - 1) & 1)
+    return bool(signals >> (number - 1) & 1)
 
 
 def is_stopped(pid: int) -> bool:

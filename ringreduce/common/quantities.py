@@ -18,13 +18,13 @@ def parse_nbytes(text: str) -> int:
     Raises:
         ValueError: it is none, or may be bits, as ``4Mb``.
     """
-    found = _SIZE.fullmatch(text)
-    if found is None or int(found[1]) == 0:
+    match = _SIZE.fullmatch(text)
+    if match is None or int(match[1]) == 0:
         raise ValueError("expected a positive size in bytes, such as 65536, 64K, 64KiB or 4MB, in units of 1024")
-    number = int(found[1])
-    scale = (found[2] or "").upper()
-    unit = found[3] or ""
-    if unit.lower().endswith("t") or (unit.endswith("b") and scale and found[2].isupper()):
+    number = int(match[1])
+    scale = (match[2] or "").upper()
+    unit = match[3] or ""
+    if unit.lower().endswith("t") or (unit.endswith("b") and scale and match[2].isupper()):
         raise ValueError(f"that may be {number}{scale}B, or {number} {scale}bit, which are {number / 8:.6g} {scale}B")
     return int(number * 1024 ** _POWERS[scale])
 
@@ -42,10 +42,10 @@ def parse_rate(text: str, *, of_link: bool = True) -> float:
     Raises:
         ValueError: it is no rate above 0, or may be bits as well as bytes; then the text shows both.
     """
-    found = _RATE.fullmatch(text.strip())
-    if found is None or not float(found[1]) > 0 or not (found[2] or found[4]) or (found[3] and not found[2]):
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]) > 0 or not (match[2] or match[4]) or (match[3] and not match[2]):
         raise ValueError("expected a rate with its unit, such as 400Gbit/s or 50GB/s")
-    number, scale, binary, unit, per = found.groups()
+    number, scale, binary, unit, per = match.groups()
     prefix = scale.upper() + binary.lower()
     in_bits = _in_bits(scale, unit, per=per, of_link=of_link)
     if in_bits is None:
@@ -83,10 +83,10 @@ def parse_seconds(text: str) -> float:
     Raises:
         ValueError: it is none.
     """
-    found = _TIME.fullmatch(text.strip())
-    if found is None or found[2].lower() not in _SECONDS:
+    match = _TIME.fullmatch(text.strip())
+    if match is None or match[2].lower() not in _SECONDS:
         raise ValueError("expected a time, such as 2us, 1.5ms, 1s, 5m or 1.5h")
-    return float(found[1]) * _SECONDS[found[2].lower()]
+    return float(match[1]) * _SECONDS[match[2].lower()]
 
 
 def parse_share(text: str) -> float:

@@ -57,19 +57,17 @@ class _Head(NamedTuple):
         Raises:
             ValueError: it was cut.
         """
-        found = io.BytesIO(file.read(_MOST_NBYTES))
+        head = io.BytesIO(file.read(_MOST_NBYTES))
         file.seek(0)
-        if found.read(len(_MAGIC)) != _MAGIC:
+        if head.read(len(_MAGIC)) != _MAGIC:
             return None
-        fingerprint = found.read(_FINGERPRINT_NBYTES)
-        salt = found.read(_SALT_NBYTES)
-        length = int.from_bytes(found.read(2), "big")
-        purpose = found.read(length)
+        fingerprint = head.read(_FINGERPRINT_NBYTES)
+        salt = head.read(_SALT_NBYTES)
+        length = int.from_bytes(head.read(2), "big")
+        purpose = head.read(length)
         if len(purpose) < length or not length:
             raise ValueError("it was cut")
-        return cls(
-            fingerprint.decode("ascii", "replace"), salt, purpose.decode("utf-8", "replace"), nbytes=found.tell()
-        )
+        return cls(fingerprint.decode("ascii", "replace"), salt, purpose.decode("utf-8", "replace"), nbytes=head.tell())
 
     def to_bytes(self) -> bytes:
         """Return what `read` reads."""
@@ -166,17 +164,17 @@ class KeyFile:
         """
         head = _Head.read(file)
         wanted = None if self._secret is None else self._secret.fingerprint
-        found = None if head is None else head.fingerprint
-        if found == wanted:
+        key = None if head is None else head.fingerprint
+        if key == wanted:
             return
         if wanted is None:
-            raise ForeignFileError(f"it is sealed by the key {found}: name the file of that key in {self._variable}")
-        if found is None:
+            raise ForeignFileError(f"it is sealed by the key {key}: name the file of that key in {self._variable}")
+        if key is None:
             raise ForeignFileError(
                 f"it is not sealed, and {self._variable} is set: others could have put it there; to use it, unset "
                 f"{self._variable}"
             )
-        raise ForeignFileError(f"it is sealed by the key {found}, and that of {self._variable} is {wanted}")
+        raise ForeignFileError(f"it is sealed by the key {key}, and that of {self._variable} is {wanted}")
 
 
 #: Seals nothing, and opens nothing that is sealed.
@@ -283,13 +281,13 @@ class _Unsealed(io.RawIOBase):
         number, begin = divmod(self._at, _PIECE_NBYTES)
         target = memoryview(buffer).cast("B")
         if begin == 0 and len(target) >= self._length(number) and number != self._number:
-            found = target[: self._length(number)]
-            self._open(number, found)
+            piece = target[: self._length(number)]
+            self._open(number, piece)
         else:
-            found = self._keep(number)[begin : begin + len(target)]
-            target[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+            piece = self._keep(number)[begin : begin + len(target)]
+            target[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
 
     def close(self) -> None:
         self._file.close()

@@ -57,8 +57,8 @@ class SerialTask:
             waiting = self._then
             self._then = []
         self._over.release()
-        for each in waiting:
-            each()
+        for call in waiting:
+            call()
 
     def when_done(self, call: Callable[[], object]) -> None:
         """Call this once it has ended: at once, or on the thread that ends it."""

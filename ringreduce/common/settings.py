@@ -115,9 +115,9 @@ def option(names: str, parse: Callable[[str], Any], default: Any, help: str, **r
 
 def rows(table: type) -> Iterator[tuple[str, Any, Setting]]:
     """Yield the fields of a table that are settings: name, default and row."""
-    for each in fields(table):
-        if "setting" in each.metadata:
-            yield each.name, each.default, each.metadata["setting"]
+    for attribute in fields(table):
+        if "setting" in attribute.metadata:
+            yield attribute.name, attribute.default, attribute.metadata["setting"]
 
 
 def described(table: type) -> str:

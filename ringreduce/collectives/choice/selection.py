@@ -261,15 +261,15 @@ def _ruled(problem: Problem, *, in_order: bool = False) -> Choice:
 @lru_cache(maxsize=1024)
 def _applicable(collective: Collective, topology: Topology, in_order: bool) -> list[tuple[Rule, int]]:
     """Return the rules that may apply to these ranks, each with the last size limit up to it, in bytes."""
-    found = []
+    rules = []
     limit = 0
     for rule in RULES:
         if collective not in rule.collectives or (in_order and not rule.in_order):
             continue
         if all(_holds(condition, topology) for condition in rule.where.split()):
             limit = limit if rule.limit is None else rule.limit.of(topology)
-            found.append((rule, limit))
-    return found
+            rules.append((rule, limit))
+    return rules
 
 
 def _holds(condition: str, topology: Topology) -> bool:
@@ -385,5 +385,5 @@ def _collective(name: Collective | str) -> Collective:
     try:
         return Collective(name)
     except ValueError:
-        known = ", ".join(each.value for each in Collective)
-        raise ConfigError(f"unknown collective {name!r}; choose one of {known}") from None
+        listed = ", ".join(kind.value for kind in Collective)
+        raise ConfigError(f"unknown collective {name!r}; choose one of {listed}") from None

@@ -90,7 +90,7 @@ class CostModel:
         if not is_ours(algorithm) and self.vendor_alpha + self.vendor_beta > 0:
             return self.vendor_alpha + self.vendor_beta * nbytes
         parameters = (self.alpha, self.beta, self.sync, self.copy, self.gamma, self.message)
-        return sum(factor * each for factor, each in zip(work(algorithm, nbytes, topology), parameters, strict=True))
+        return sum(factor * value for factor, value in zip(work(algorithm, nbytes, topology), parameters, strict=True))
 
     def scale(self, algorithm: str, seconds: float, measured: int, nbytes: int, topology: Topology) -> float:
         """Carry a time that was taken at ``measured`` bytes over to ``nbytes``; as it is where the model says nothing.
@@ -156,7 +156,7 @@ class Candidate:
     @classmethod
     def of_times(cls, algorithm: str, times_s: Sequence[float]) -> Candidate:
         """Take the median of at least one time; they are rounded to nanoseconds, as no clock knows better."""
-        times = tuple(max(1e-9, round(float(each), 9)) for each in times_s)
+        times = tuple(max(1e-9, round(float(time_s), 9)) for time_s in times_s)
         return cls(algorithm, statistics.median(times), times)
 
 
@@ -170,7 +170,7 @@ class MeasuredSize:
     @property
     def medians(self) -> dict[str, float]:
         """Algorithm -> median in seconds."""
-        return {each.algorithm: each.median_s for each in self.candidates}
+        return {candidate.algorithm: candidate.median_s for candidate in self.candidates}
 
 
 class Decision(NamedTuple):
@@ -221,14 +221,14 @@ class Table:
 
     def explain(self, nbytes: int) -> str:
         """Say in one line what the measurement and the model say of what `choose` takes, and what would be second."""
-        found = self.choose(nbytes)
-        model = self.model.predict(found.algorithm, nbytes, self.key.topology)
-        text = f"{self._origin(nbytes)} {format_seconds(found.seconds)}, model {format_seconds(model)}; "
-        if found.second is None:
+        chosen = self.choose(nbytes)
+        model = self.model.predict(chosen.algorithm, nbytes, self.key.topology)
+        text = f"{self._origin(nbytes)} {format_seconds(chosen.seconds)}, model {format_seconds(model)}; "
+        if chosen.second is None:
             text += "nothing else was measured"
         else:
-            percent = 100 * (found.second_seconds / found.seconds - 1)
-            text += f"second {found.second} {format_seconds(found.second_seconds)} ({percent:+.0f} %)"
+            percent = 100 * (chosen.second_seconds / chosen.seconds - 1)
+            text += f"second {chosen.second} {format_seconds(chosen.second_seconds)} ({percent:+.0f} %)"
         if self.busy_cores:
             text += f"; measured while other processes took {self.busy_cores:.2g} cores"
         return text
@@ -256,8 +256,8 @@ class Table:
             if not isinstance(document, dict) or "format" not in document:
                 complaint = "not a tuning table: it has no format version"
             elif document["format"] != _FORMAT:
-                found = _one_line(repr(document["format"]))
-                complaint = f"a tuning table of format {found}, where {_FORMAT} is understood"
+                shown = _one_line(repr(document["format"]))
+                complaint = f"a tuning table of format {shown}, where {_FORMAT} is understood"
             else:
                 return _parse(document)
         except json.JSONDecodeError as error:
@@ -317,7 +317,7 @@ class Table:
         topology = self.key.topology
         scale = self.model.scale
         return {
-            name: scale(name, each, row.nbytes, nbytes=nbytes, topology=topology) for name, each in row.medians.items()
+            name: scale(name, took, row.nbytes, nbytes=nbytes, topology=topology) for name, took in row.medians.items()
         }, [upper]
 
     def _works_alike(self, algorithm: str, *sizes: int) -> bool:
@@ -357,7 +357,7 @@ def _one_line(text: str) -> str:
     """Return a text for use in one line: without its middle if it is long, and without unprintable characters."""
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
-    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
 def _whole(digits: str) -> int:
@@ -387,8 +387,8 @@ def _parse(document: Mapping[str, Any]) -> Table:
         _require(0 < len(row.medians) == len(row.candidates), f"no algorithm, or one twice, at {row.nbytes} bytes")
         for name in row.medians:
             _require(name in runnable or not is_ours(name), f"algorithm {name!r} cannot run there")
-            known = is_ours(name) or model.vendor_alpha + model.vendor_beta > 0
-            _require(known, f"nothing is known about algorithm {name!r}")
+            has_model = is_ours(name) or model.vendor_alpha + model.vendor_beta > 0
+            _require(has_model, f"nothing is known about algorithm {name!r}")
     return Table(Key(topology, **key), model, rows, busy_cores=_number(document["busy_cores"], "no number of cores"))
 
 

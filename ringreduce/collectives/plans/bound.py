@@ -206,7 +206,7 @@ class BoundSchedule:
         except BaseException:
             self.close()
             raise
-        self.calls = [call for stream in self._streams for each in stream for call in each.before]
+        self.calls = [call for stream in self._streams for step in stream for call in step.before]
 
     def run(self) -> None:
         """Carry the steps out, those with messages among them.
@@ -250,36 +250,36 @@ class BoundSchedule:
             The messages that must be complete before it goes on, and those that may stay under way.
         """
         together = len(self._streams) > 1  # With several streams `_run_together` reports the waits.
-        for each in rounds:
-            if each.requests:
-                started += each.requests
-                messages.start(each.requests)
-            for call in each.before:
+        for step in rounds:
+            if step.requests:
+                started += step.requests
+                messages.start(step.requests)
+            for call in step.before:
                 call()
-            if each.requests:
-                yield each.needed, each.kept
+            if step.requests:
+                yield step.needed, step.kept
             if self._instruments.observers and not together:
-                self._instruments.step(f"{each.name}: transfer")
-            for call in each.after:
+                self._instruments.step(f"{step.name}: transfer")
+            for call in step.after:
                 call()
-            if self._instruments.observers and (each.after or together):
-                self._instruments.step(f"{each.name}: reduce")
+            if self._instruments.observers and (step.after or together):
+                self._instruments.step(f"{step.name}: reduce")
 
     def _run_together(self, streams: list[Iterator[tuple[list[Prequest], list[Prequest]]]], messages: Messages) -> None:
         """Advance whichever stream has its messages; that order varies from run to run, the results do not.
 
         A stream goes on while a few of its messages, for which only the end has to wait, are under way.
         """
-        under_way = [each for stream in streams for each in _next(stream)]
+        under_way = [wait for stream in streams for wait in _next(stream)]
         while under_way:
-            several = len({each.stream for each in under_way}) > 1
-            done = self._wait_for_some(messages, [each.request for each in under_way], several=several)
+            several = len({wait.stream for wait in under_way}) > 1
+            done = self._wait_for_some(messages, [wait.request for wait in under_way], several=several)
             if self._instruments.observers:
                 self._instruments.step("wait for messages")
             advanced = {under_way[position].stream for position in done}
-            under_way = [each for position, each in enumerate(under_way) if position not in done]
+            under_way = [wait for position, wait in enumerate(under_way) if position not in done]
             for stream in advanced:
-                left = [each.needed for each in under_way if each.stream is stream]
+                left = [wait.needed for wait in under_way if wait.stream is stream]
                 if not any(left) and len(left) <= _LEFT_BEHIND:
                     under_way += _next(stream)
 
@@ -300,19 +300,19 @@ class BoundSchedule:
 
     def _bind(self, index: int, segment: Segment, tag: int, scratch: _Landing, kept: _Landing) -> Iterator[_BoundStep]:
         kept.reset()
-        known: dict[range, Bytes] = {}  # Blocks that the step before has combined, and their encoding.
+        coded: dict[range, Bytes] = {}  # Blocks that the step before has combined, and their encoding.
         for number, step in enumerate(self._schedule.steps):
             name = f"step {number + 1} of segment {index + 1}"
             scratch.reset()
             if step.sends or step.recvs:
                 yield from self._bind_messages(
-                    name, number=number, index=index, segment=segment, tag=tag, scratch=scratch, kept=kept, known=known
+                    name, number=number, index=index, segment=segment, tag=tag, scratch=scratch, kept=kept, coded=coded
                 )
             else:
                 yield _BoundStep(
                     name, before=list(self._direct_calls(step, self._last[number], index, segment=segment))
                 )
-                known.clear()
+                coded.clear()
 
     def _bind_messages(
         self,
@@ -323,7 +323,7 @@ class BoundSchedule:
         tag: int,
         scratch: _Landing,
         kept: _Landing,
-        known: dict[range, Bytes],
+        coded: dict[range, Bytes],
     ) -> Iterator[_BoundStep]:
         """Bind a step with messages; where they are encoded, a round before it encodes what it sends.
 
@@ -333,7 +333,7 @@ class BoundSchedule:
             segment, tag: where and how it travels.
             scratch: lasts for this step.
             kept: lasts for this segment.
-            known: blocks that the step before has combined -> their encoding; on return, those of this step.
+            coded: blocks that the step before has combined -> their encoding; on return, those of this step.
         """
         step = self._schedule.steps[number]
         coding = self._coding
@@ -341,41 +341,41 @@ class BoundSchedule:
         mine = self._memory.mine
         messages = self._messages
         kernels = self._kernels
-        made = self._requests
+        requests = self._requests
         first = len(self._requests)
         assert messages is not None
-        assert coding is None or step.by_rank or not any(each.reduce for each in step.recvs)
+        assert coding is None or step.by_rank or not any(recv.reduce for recv in step.recvs)
         bound = _BoundStep(name)
         encoding = list[Call]()
-        sent = dict(known)
-        known.clear()
-        for each, part in _parts(segment, step.sends):
-            if coding is not None and each.blocks not in sent:
-                sent[each.blocks] = scratch.take(coding.nbytes(part))
-                encoding.append(coding.encode(part, sent[each.blocks]))
-            data = mine[part] if coding is None else sent[each.blocks]
-            stays = coding is None and each in self._kept_sends[number]
-            made.append(messages.send(data, each.peer, tag))
-            (bound.kept if stays else bound.needed).append(made[-1])
+        sent = dict(coded)
+        coded.clear()
+        for send, part in _parts(segment, step.sends):
+            if coding is not None and send.blocks not in sent:
+                sent[send.blocks] = scratch.take(coding.nbytes(part))
+                encoding.append(coding.encode(part, sent[send.blocks]))
+            data = mine[part] if coding is None else sent[send.blocks]
+            stays = coding is None and send in self._kept_sends[number]
+            requests.append(messages.send(data, send.peer, tag))
+            (bound.kept if stays else bound.needed).append(requests[-1])
         terms: dict[range, list[tuple[int, Array]]] = {}
-        for each, part in _parts(segment, step.recvs):
+        for incoming, part in _parts(segment, step.recvs):
             if coding is not None:
                 place: Array = scratch.take(coding.nbytes(part))
             else:
-                place = scratch.take(part.stop - part.start) if each.reduce else mine[part]
-            made.append(messages.recv(place, each.peer, tag))
-            bound.needed.append(made[-1])
-            if each.reduce:
-                terms.setdefault(each.blocks, []).append((each.peer, place))
+                place = scratch.take(part.stop - part.start) if incoming.reduce else mine[part]
+            requests.append(messages.recv(place, incoming.peer, tag))
+            bound.needed.append(requests[-1])
+            if incoming.reduce:
+                terms.setdefault(incoming.blocks, []).append((incoming.peer, place))
             elif coding is not None:
                 bound.after.append(coding.decode(place, part))
-        bound.requests += made[first:]
+        bound.requests += requests[first:]
         into = segment if memory.result_segments is None else memory.result_segments[index]
         for blocks, arrived in terms.items():
             part = _span(segment, blocks)
             if coding is not None:
-                known[blocks] = kept.take(coding.nbytes(part))
-                bound.after.append(coding.combine(part, arrived, known[blocks]))
+                coded[blocks] = kept.take(coding.nbytes(part))
+                bound.after.append(coding.combine(part, arrived, coded[blocks]))
                 continue
             assert kernels is not None
             own = mine[part]
@@ -394,17 +394,17 @@ class BoundSchedule:
         yield bound
 
     def _direct_calls(self, step: Step, last: frozenset[int], index: int, segment: Segment) -> Iterator[Call]:
-        assert all(each.reduce is step.by_rank for each in step.loads), "loads are reduced by rank, or not at all"
+        assert all(load.reduce is step.by_rank for load in step.loads), "loads are reduced by rank, or not at all"
         memory = self._memory
         into = segment if memory.result_segments is None else memory.result_segments[index]
         stored_to = memory.peers if memory.peer_results is None else memory.peer_results
         in_place = memory.result is None and memory.peer_results is None
-        for blocks in dict.fromkeys(each.blocks for each in step.loads + step.stores):
+        for blocks in dict.fromkeys(move.blocks for move in step.loads + step.stores):
             result = (memory.mine if memory.result is None else memory.result)[_span(into, blocks)]
             loads: list[tuple[int, Any]] = [
-                (each.peer, memory.peers[each.peer][_span(memory.peer_segments.get(each.peer, segment), each.remote)])
-                for each in step.loads
-                if each.blocks == blocks
+                (load.peer, memory.peers[load.peer][_span(memory.peer_segments.get(load.peer, segment), load.remote)])
+                for load in step.loads
+                if load.blocks == blocks
             ]
             combine = None
             if step.by_rank:
@@ -413,9 +413,9 @@ class BoundSchedule:
                 loads = sorted([*loads, (self._rank, own)], key=itemgetter(0))
                 combine = partial(self._kernels.combine, complete=blocks.start in last)
             stores = [
-                (each.peer, stored_to[each.peer][_span(segment, each.remote)])
-                for each in step.stores
-                if each.blocks == blocks
+                (store.peer, stored_to[store.peer][_span(segment, store.remote)])
+                for store in step.stores
+                if store.blocks == blocks
             ]
             yield from load_and_store(result, loads, stores, combine=combine, copies=memory.copies, in_place=in_place)
 
@@ -451,20 +451,20 @@ class _UnderWay(NamedTuple):
 
 def _next(stream: Iterator[tuple[list[Prequest], list[Prequest]]]) -> list[_UnderWay]:
     needed, kept = next(stream, ([], []))
-    return [_UnderWay(stream, each, True) for each in needed] + [_UnderWay(stream, each, False) for each in kept]
+    return [_UnderWay(stream, wait, True) for wait in needed] + [_UnderWay(stream, wait, False) for wait in kept]
 
 
 def _waiting_for(schedule: Schedule, signature: str, absent: Callable[[], str]) -> str:
     if missing := absent():
         return missing
-    peers = sorted({each.peer for step in schedule.steps for each in step.recvs + step.sends})
+    peers = sorted({move.peer for step in schedule.steps for move in step.recvs + step.sends})
     return f"messages of {name_ranks(peers)} in {signature}"
 
 
 def _parts(segment: Segment, transfers: Iterable[Transfer]) -> list[tuple[Transfer, slice]]:
     """Return the transfers that have something to move in a segment, and where in the buffer it is."""
-    spans = ((each, _span(segment, each.blocks)) for each in transfers)
-    return [(each, part) for each, part in spans if part.start < part.stop]
+    spans = ((move, _span(segment, move.blocks)) for move in transfers)
+    return [(move, part) for move, part in spans if part.start < part.stop]
 
 
 def _span(segment: Segment, blocks: range) -> slice:

@@ -103,7 +103,7 @@ class _Allgather(_Movement):
         context = self._context
         task = self._task
         rows = received_rows(task.signature.text, self._exchange(), context.rank)
-        partition = Partition.of_sizes([each * task.kind.row for each in rows])
+        partition = Partition.of_sizes([count * task.kind.row for count in rows])
         target = place(rows)
         _copy(self._source, target.view[partition.segment[context.rank]])
 
@@ -121,21 +121,21 @@ class _Alltoall(_Movement):
         task = self._task
         everyone = self._exchange()
         rows = received_rows(task.signature.text, everyone, context.rank)
-        given = self._numbers[1:] if len(self._numbers) > 2 else self._numbers[1:] * context.topology.size
-        sending = [each * task.kind.row for each in given]
-        receiving = [each * task.kind.row for each in rows]
+        row_counts = self._numbers[1:] if len(self._numbers) > 2 else self._numbers[1:] * context.topology.size
+        sending = [count * task.kind.row for count in row_counts]
+        receiving = [count * task.kind.row for count in rows]
         target = place(rows)
         rank = context.rank
         own = Partition.of_sizes(receiving).segment[rank]
         np.copyto(target.view[own], self._source[Partition.of_sizes(sending).segment[rank]])
 
         def bind() -> BoundSchedule:
-            largest = max(max(each[1:]) for each in everyone) * task.kind.row
+            largest = max(max(numbers[1:]) for numbers in everyone) * task.kind.row
             memory = _JoinedParts((0, self._source), (self._source.size, unowned(target.view, target.address)))
             both = Partition.of_sizes([*sending, *receiving])
             return self._bind(segments_of_blocks(both, context.segment_limit(target.view, largest), largest), memory)
 
-        counts = {count for each in everyone for count in each[1:]}
+        counts = {count for numbers in everyone for count in numbers[1:]}
         if len(counts) == 1:
             self._run(bind, (self._where, target.address, *counts))
         else:
@@ -148,7 +148,7 @@ class _GatherRows(_Movement):
         task = self._task
         source = self._source
         rows = received_rows(task.signature.text, self._exchange(), task.kind.root)
-        partition = Partition.of_sizes([each * task.kind.row for each in rows])
+        partition = Partition.of_sizes([count * task.kind.row for count in rows])
         own = partition.segment[context.rank]
         memory: Elements = _JoinedParts((own.start, source))
         where: tuple[int, ...] = (self._where, *rows)
@@ -232,7 +232,7 @@ class _JoinedParts:
         self.itemsize = parts[0][1].itemsize
 
     def __getitem__(self, part: slice) -> Array:
-        start, elements = next(each for each in self._parts if each[0] <= part.start)
+        start, elements = next(part_and_start for part_and_start in self._parts if part_and_start[0] <= part.start)
         return elements[part.start - start : part.stop - start]
 
 

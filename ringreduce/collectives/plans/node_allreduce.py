@@ -63,10 +63,10 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
 
     def make() -> BoundCall:
         taken = arena.place(target.address, nbytes)
-        given = taken if in_place else arena.place(source.address, nbytes)
-        if NOWHERE in (given, taken):
+        source_place = taken if in_place else arena.place(source.address, nbytes)
+        if NOWHERE in (source_place, taken):
             return staged()
-        return TwoShot(context, task, source, target=target, places=(given, taken), staged=staged)
+        return TwoShot(context, task, source, target=target, places=(source_place, taken), staged=staged)
 
     return plans.get(("two_shot", code, source.address, target.address), make)
 
@@ -92,12 +92,12 @@ class OneShot(BoundCall):
         instruments = self._instruments
         turns = self._turns
         bind = self._bind
-        given = source.view
+        view = source.view
 
         def run(target: Array) -> None:
             number = board.number + 1
             mine, reduce = turns[number % TURNS] or bind(number)
-            mine[...] = given
+            mine[...] = view
             board.enter(entry)
             observed = instruments.observers
             if observed:
@@ -394,12 +394,12 @@ class TwoShot(NodePlan):
 
     def _bind(self, others: tuple[int, ...]) -> list[Call] | _OnArrays:
         """Return what to do for arrays of the other ranks at these places."""
-        found: list[Call] | _OnArrays | None = self._bound.get(others)
-        if found is None:
+        steps: list[Call] | _OnArrays | None = self._bound.get(others)
+        if steps is None:
             staged = NOWHERE in others
-            found = self._find_staged().bind(self._source, self._target) if staged else self._bind_memory(others)
-            self._keep(others, found)
-        return found
+            steps = self._find_staged().bind(self._source, self._target) if staged else self._bind_memory(others)
+            self._keep(others, steps)
+        return steps
 
     def _bind_memory(self, others: tuple[int, ...]) -> list[Call]:
         context = self._context

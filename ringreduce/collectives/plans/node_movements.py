@@ -110,7 +110,7 @@ class _ToRoot(NodePlan):
             stored = {root: there}
             if isinstance(there, PrivateMemory):
                 own = blocks[context.rank]
-                into = tuple(slice(0, own.stop - own.start if each is own else 0) for each in blocks)
+                into = tuple(slice(0, own.stop - own.start if block is own else 0) for block in blocks)
                 result = context.scratch.block(source.dtype, own.stop - own.start)
             else:
                 result = there
@@ -351,14 +351,14 @@ def _lay_out_reduce(task: Task, rank: int, count: int, numbers: Sequence[tuple[i
 
 def _lay_out_reduce_scatter(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
     blocks = Partition.of_sizes(task.kind.counts).segment
-    result = tuple(slice(0, each if block == rank else 0) for block, each in enumerate(task.kind.counts))
+    result = tuple(slice(0, count if block == rank else 0) for block, count in enumerate(task.kind.counts))
     peers = {peer: (count, blocks) for peer in range(len(task.kind.counts)) if peer != rank}
     return _Layout([], own=None, mine=blocks, result=result, peers=peers)
 
 
 def _lay_out_allgather(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
     rows = received_rows(task.signature.text, numbers, rank)
-    counts = [each * task.kind.row for each in rows]
+    counts = [count * task.kind.row for count in rows]
     result = Partition.of_sizes(counts).segment
     # A peer publishes its own block alone.
     peers = {peer: (count, (slice(0, count),) * len(counts)) for peer, count in enumerate(counts) if peer != rank}
@@ -394,8 +394,8 @@ def _sent(task: Task, numbers: tuple[int, ...], size: int) -> Partition:
 def _lay_out_alltoall(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
     rows = received_rows(task.signature.text, numbers, rank)
     ranks = range(len(numbers))
-    sending = [_sent(task, each, len(numbers)) for each in numbers]
-    receiving = Partition.of_sizes([each * task.kind.row for each in rows]).segment
+    sending = [_sent(task, counts, len(numbers)) for counts in numbers]
+    receiving = Partition.of_sizes([count * task.kind.row for count in rows]).segment
     nothing = (slice(0, 0),) * len(numbers)
     peers = {peer: (sending[peer].bounds[-1], sending[peer].segment + nothing) for peer in ranks if peer != rank}
     own = sending[rank].segment[rank], receiving[rank]

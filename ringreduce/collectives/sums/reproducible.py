@@ -121,7 +121,7 @@ class ReproducibleAccumulator:
         _require_float(self._dtype)
         self._library = "torch" if type(dtype).__module__ == "torch" else "numpy"
         self._shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        sizes = [each.stop - each.start for each in pieces(0, math.prod(self._shape), BLOCK)]
+        sizes = [piece.stop - piece.start for piece in pieces(0, math.prod(self._shape), BLOCK)]
         self._blocks = [_Limbs(size) for size in sizes]
 
     @np.errstate(all="ignore")
