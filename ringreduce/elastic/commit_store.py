@@ -101,9 +101,9 @@ class CommitStore:
             OSError: the folder cannot be used, belongs to another user, or others may write to it.
         """
         own_folder(self.folder)
-        for each in self.folder.glob(".commit-*"):
-            if is_abandoned(each):
-                each.unlink(missing_ok=True)
+        for path in self.folder.glob(".commit-*"):
+            if is_abandoned(path):
+                path.unlink(missing_ok=True)
         require_writable(self.folder / "commit-probe")
 
     def require_our_keys(self) -> None:
@@ -142,8 +142,8 @@ class CommitStore:
     def description(self, number: int, part: str = "") -> dict[str, Any]:
         """Return what is said of a part: its length, its SHA-256 or salt, and what `put` was given to say."""
         with self._opened(self._path(number, part, "json")) as file:
-            said: dict[str, Any] = json.loads(file.read())
-        return said
+            description: dict[str, Any] = json.loads(file.read())
+        return description
 
     def parcel(self, number: int, part: str) -> tuple[bytes, npt.NDArray[np.uint8]]:
         """Return the description and the content of a part that is whole, as files have them, for `accept`."""
@@ -198,11 +198,11 @@ class CommitStore:
         """Return the numbers and parts of all that has a description, ascending."""
         if not self.folder.is_dir():
             return []
-        found = (_NAME.fullmatch(each.name) for each in self.folder.iterdir())
-        return sorted((int(each[1]), each[2]) for each in found if each and each[3] == "json")
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted((int(match[1]), match[2]) for match in matches if match and match[3] == "json")
 
     def _numbers(self, part: str) -> list[int]:
-        return [number for number, each in self._pieces() if each == part]
+        return [number for number, name in self._pieces() if name == part]
 
     def _flaw(self, number: int, part: str) -> str:
         """Return the reason why a part of a commit cannot be used; empty if it can."""
@@ -213,10 +213,10 @@ class CommitStore:
         return ""
 
     def _require_whole(self, number: int, part: str) -> None:
-        said = self.description(number, part)
+        description = self.description(number, part)
         for what, value in self._mark(self._path(number, part)).items():
-            if said.get(what) != value:
-                raise ValueError(f"its {what} is {value}, not {said.get(what)}")
+            if description.get(what) != value:
+                raise ValueError(f"its {what} is {value}, not {description.get(what)}")
 
     def _mark(self, path: Path) -> dict[str, Any]:
         """Return what a description has of a file, all of which is read for it."""
@@ -246,13 +246,13 @@ class CommitStore:
             self._has_said = True
             notify_launcher("has a commit")
         # Those of higher numbers, which were there and could not be used, do not count.
-        kept = [each for each in self._numbers(part) if each <= number]
+        kept = [other for other in self._numbers(part) if other <= number]
         if len(kept) <= self._keep:  # A part that is new here says nothing of which commits are whole.
             return
         for each in self.folder.iterdir():
-            found = _NAME.fullmatch(each.name)
+            match = _NAME.fullmatch(each.name)
             # A part takes along those of all ranks, which may have died, and what is common to the ranks everything.
-            if found and (found[2] or not part) and int(found[1]) < kept[-self._keep]:
+            if match and (match[2] or not part) and int(match[1]) < kept[-self._keep]:
                 each.unlink(missing_ok=True)
             # So old a partial one is that of a host that was lost: nobody there can tell that its writer has ended.
             partial = _PARTIAL.fullmatch(each.name)

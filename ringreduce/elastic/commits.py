@@ -127,29 +127,29 @@ class DiskCommits(CommitStore):
         asked = f"every={self._every}, replicas={self._replicas}"
         everyone = allgather_object((reason, self._take_keys(), asked))
         wanted = everyone[0][2]
-        self._refuse({number: said for number, (said, _, _) in enumerate(everyone) if said})
-        self._refuse({number: said for number, (_, said, _) in enumerate(everyone) if said}, SealedCommitsError)
+        self._refuse({number: reason for number, (reason, _, _) in enumerate(everyone) if reason})
+        self._refuse({number: reason for number, (_, reason, _) in enumerate(everyone) if reason}, SealedCommitsError)
         self._refuse(
-            {number: f"{said} and not {wanted}" for number, (_, _, said) in enumerate(everyone) if said != wanted}
+            {number: f"{reason} and not {wanted}" for number, (_, _, reason) in enumerate(everyone) if reason != wanted}
         )
         self._place_copies()
         examined = allgather_object((self._examined(has_own=has_own), self._last_run()))
-        found = [pieces for pieces, _ in examined]
+        by_holder = [pieces for pieces, _ in examined]
         held: dict[tuple[_Commit, str], list[int]] = {}  # By whole commit and part, on whose disks it is.
-        for holder, pieces in enumerate(found):
+        for holder, pieces in enumerate(by_holder):
             for piece in pieces:
                 held.setdefault((piece.commit, piece.part), []).append(holder)
-        sizes = {piece.commit: piece.size for pieces in found for piece in pieces if not piece.part}
-        line = _line(sorted(sizes), {piece.commit.run: piece.begun for pieces in found for piece in pieces})
+        sizes = {piece.commit: piece.size for pieces in by_holder for piece in pieces if not piece.part}
+        line = _line(sorted(sizes), {piece.commit.run: piece.begun for pieces in by_holder for piece in pieces})
         with_parts = [
-            commit for commit in line if has_own and all((commit, _part_of(each)) in held for each in range(size()))
+            commit for commit in line if has_own and all((commit, _part_of(owner)) in held for owner in range(size()))
         ]
         chosen = choose(line, with_parts, sizes)
         self._say_discarded(sorted(sizes.keys() - set(line)), chosen)
-        known = max((piece.known for pieces in found for piece in pieces), default=_NONE)
+        last_known = max((piece.known for pieces in by_holder for piece in pieces), default=_NONE)
         lacks_parts = has_own and chosen is not None and chosen not in with_parts and sizes[chosen] == size()
-        has_parts = any((chosen, _part_of(each)) in held for each in range(size()))
-        self._require_none_lost(chosen, known, lacks_parts=lacks_parts and has_parts)
+        has_parts = any((chosen, _part_of(owner)) in held for owner in range(size()))
+        self._require_none_lost(chosen, last_known, lacks_parts=lacks_parts and has_parts)
         if chosen is not None:
             self.number = chosen.number
             self._known = chosen
@@ -163,7 +163,7 @@ class DiskCommits(CommitStore):
         except OSError as error:
             reason = str(error)
         reasons = allgather_object(reason)
-        self._refuse({number: said for number, said in enumerate(reasons) if said}, ReplacedError)
+        self._refuse({number: reason for number, reason in enumerate(reasons) if reason}, ReplacedError)
 
     def begin(self, take: Callable[[Any], str]) -> None:
         """Have rank 0 take the part of all ranks of the commit to begin with. Collective.
@@ -228,7 +228,7 @@ class DiskCommits(CommitStore):
             if forced:
                 self.settle()
             everyone = allgather_object((self.is_idle, max(self._known, self._stored)))
-            self._known = max(known for _, known in everyone)
+            self._known = max(number_known for _, number_known in everyone)
             self._skipped = None
             if not (forced or all(is_idle for is_idle, _ in everyone)):
                 self._skipped = arguments
@@ -239,11 +239,11 @@ class DiskCommits(CommitStore):
             parts.update({_part_of(source): part for source, part in came.items()})
         if keeps_common:
             parts[""] = {"objects": common(), "values": values, "size": size()}
-        said: dict[str, Any] = {"run": self._run, "from": self._begun, "size": size()}
+        description: dict[str, Any] = {"run": self._run, "from": self._begun, "size": size()}
         if copies.count > 1:
-            said["known"] = self._known
+            description["known"] = self._known
         for part, content in parts.items():
-            self.put(number, content, part, said=said)
+            self.put(number, content, part, said=description)
         self._parts = list(parts)
 
     def put_last(self, number: int) -> None:
@@ -295,8 +295,8 @@ class DiskCommits(CommitStore):
     def _place_copies(self) -> None:
         self._copies = Copies(self.folder, self._replicas)
         if rank() == 0 and self._copies.count < self._replicas:
-            said = "replicas=%d, but commits are on %d disk: there are no more hosts, or they share this folder"
-            _log.warning(said, self._replicas, self._copies.count)
+            warning = "replicas=%d, but commits are on %d disk: there are no more hosts, or they share this folder"
+            _log.warning(warning, self._replicas, self._copies.count)
 
     def _examined(self, *, has_own: bool) -> list[_WholePart]:
         """Return the whole parts among those that this rank checks; of each disk, every part is checked by one rank."""
@@ -310,12 +310,13 @@ class DiskCommits(CommitStore):
         ]
 
     def _piece(self, number: int, part: str) -> _WholePart:
-        said = self.description(number, part)
-        known = _Commit(*said.get("known", _NONE))
+        description = self.description(number, part)
+        last_known = _Commit(*description.get("known", _NONE))
         # Older commits have "begun".
-        begun = tuple(_Commit(*each) for each in said.get("from", [said.get("begun", _NONE)]))
-        ranks = said.get("size") or (0 if part else self.load(number)["size"])  # Older descriptions have no size.
-        return _WholePart(_Commit(said.get("run", ""), number), part, size=ranks, known=known, begun=begun)
+        begun = tuple(_Commit(*commit) for commit in description.get("from", [description.get("begun", _NONE)]))
+        # Older descriptions have no size.
+        ranks = description.get("size") or (0 if part else self.load(number)["size"])
+        return _WholePart(_Commit(description.get("run", ""), number), part, size=ranks, known=last_known, begun=begun)
 
     def _require_none_lost(self, chosen: _Commit | None, known: _Commit, *, lacks_parts: bool) -> None:
         """Raise, or log, that a commit which was on a disk is on none; or that only parts of ranks are."""
@@ -330,8 +331,8 @@ class DiskCommits(CommitStore):
         if chosen < known:
             _log.error("commit %d is not whole on these hosts; commit %d is used", known.number, chosen.number)
         if lacks_parts:
-            said = "of commit %d, parts of single ranks are lost: ranks begin with new random numbers and equal weights"
-            _log.error(said, chosen.number)
+            lost = "of commit %d, parts of single ranks are lost: ranks begin with new random numbers and equal weights"
+            _log.error(lost, chosen.number)
 
     def _distribute(self, commit: _Commit, held: Mapping[tuple[_Commit, str], Sequence[int]]) -> None:
         """Give the ranks that keep parts of a commit those that are not on their disks. Collective."""
@@ -357,8 +358,8 @@ class DiskCommits(CommitStore):
                     self.accept(commit.number, part, parcel)
                 except (OSError, ValueError) as error:
                     reason = str(error)
-            missing = [each for each in missing if now[each[:2]] != each[2]]
-        self._refuse({number: said for number, said in enumerate(allgather_object(reason)) if said})
+            missing = [copy for copy in missing if now[copy[:2]] != copy[2]]
+        self._refuse({number: text for number, text in enumerate(allgather_object(reason)) if text})
 
     def _say_discarded(self, given_up: Sequence[_Commit], chosen: _Commit | None) -> None:
         """Log which whole commits are not of the history that goes on."""
@@ -392,8 +393,8 @@ class DiskCommits(CommitStore):
 
     def _refuse(self, reasons: Mapping[int, str], kind: type[ConfigError] = ConfigError) -> None:
         if reasons:
-            said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-            error = kind(f"commits cannot be kept in {self.folder}: {said}")
+            text = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+            error = kind(f"commits cannot be kept in {self.folder}: {text}")
             record_refusal("keep_on_disk", error)
             raise error
 
@@ -418,8 +419,8 @@ def _line(commits: Sequence[_Commit], begun: Mapping[str, Sequence[_Commit]]) ->
     while before:
         for commit in before:
             last[commit.run] = min([commit.number, *last.values()])
-        before = [each for each in begun.get(before[-1].run, ()) if each.run not in last]
-    return [each for each in commits if each.number <= last.get(each.run, -1)]
+        before = [commit for commit in begun.get(before[-1].run, ()) if commit.run not in last]
+    return [commit for commit in commits if commit.number <= last.get(commit.run, -1)]
 
 
 def choose(common: Sequence[T], with_parts: Sequence[T], sizes: Mapping[T, int]) -> T | None:
@@ -430,7 +431,7 @@ def choose(common: Sequence[T], with_parts: Sequence[T], sizes: Mapping[T, int])
         with_parts: those of them that have parts of all ranks.
         sizes: of how many ranks each is.
     """
-    fitting = [each for each in common if each in with_parts or sizes[each] != size()] if with_parts else common
+    fitting = [commit for commit in common if commit in with_parts or sizes[commit] != size()] if with_parts else common
     return fitting[-1] if fitting else None
 
 

@@ -35,7 +35,7 @@ class Copies:
         nodes = world().hosts
         if wanted > 1:
             self.disks = _seen(folder)
-            homes = [nodes.home_of(each) for each in range(size())]
+            homes = [nodes.home_of(member) for member in range(size())]
             self._hosts = Topology.from_hosts(_merged(homes, self.disks))
         else:
             self._hosts = Topology.uniform(1, size())
@@ -60,7 +60,7 @@ class Copies:
 
     def shares(self) -> tuple[int, int]:
         """Return this rank's number among those that see its folder, and how many these are."""
-        peers = [each for each, disk in enumerate(self.disks) if disk == self.disks[rank()]]
+        peers = [peer for peer, disk in enumerate(self.disks) if disk == self.disks[rank()]]
         return peers.index(rank()), len(peers)
 
     @property
@@ -76,7 +76,7 @@ def _seen(folder: Path) -> list[int]:
     with suppress(OSError):
         create_file(probe).close()
     names = allgather_object(probe.name)
-    disk = next((each for each, name in enumerate(names) if os.path.exists(folder / name)), rank())
+    disk = next((other for other, name in enumerate(names) if os.path.exists(folder / name)), rank())
     disks = allgather_object(disk)  # By now all have looked.
     with suppress(OSError):
         probe.unlink()
@@ -85,13 +85,13 @@ def _seen(folder: Path) -> list[int]:
 
 def _merged(*groupings: Sequence[Hashable]) -> list[int]:
     """Return, by rank, the first rank that is reached from there by going from one rank to another of its group."""
-    found = list(range(len(groupings[0])))
+    first = list(range(len(groupings[0])))
     before: list[int] = []
-    while found != before:
-        before = found
+    while first != before:
+        before = first
         for grouping in groupings:
             least: dict[Hashable, int] = {}
-            for key, each in zip(grouping, found, strict=True):
-                least[key] = min(each, least.get(key, each))
-            found = [least[key] for key in grouping]
-    return found
+            for key, reached in zip(grouping, first, strict=True):
+                least[key] = min(reached, least.get(key, reached))
+            first = [least[key] for key in grouping]
+    return first

@@ -158,7 +158,7 @@ class HandlingState(ObjectState):
 
     def _begin_with(self, content: dict[str, Any]) -> str:
         """Take the part of all ranks of a commit; return its fault, or an empty text."""
-        names = {*self._names, *(name for name, each in self._handlers.items() if not each.own)}
+        names = {*self._names, *(name for name, handler in self._handlers.items() if not handler.own)}
         lacking = names - set(content["objects"]) - set(content["values"])
         if lacking:
             return f"lacks {', '.join(sorted(lacking))}; is it another program's?"
@@ -244,11 +244,11 @@ class HandlingState(ObjectState):
 
     def _own_parts(self) -> dict[str, StateHandler]:
         """Return the objects that each rank writes itself: its own, and all if replicas train by themselves."""
-        apart = any(each.differs for each in self._handlers.values())
+        apart = any(handler.differs for handler in self._handlers.values())
         return {
-            name: each
-            for name, each in self._handlers.items()
-            if each.own or (apart and not isinstance(each, SamplerStateHandler))
+            name: handler
+            for name, handler in self._handlers.items()
+            if handler.own or (apart and not isinstance(handler, SamplerStateHandler))
         }
 
     def _copied_own(self) -> dict[int, dict[str, Any]]:
@@ -302,13 +302,13 @@ class HandlingState(ObjectState):
         if number % self._whole_every == 0 or disk is not None:  # This is so on all ranks.
             collect_records(allgather_object)
         if disk is not None:
-            objects = {name: each for name, each in self._handlers.items() if each._saved is not None}
-            common = {name: each for name, each in objects.items() if not each.own}
-            common |= {name + _OF_RANK_0: each for name, each in _loaders(self._handlers).items()}
-            own = {name: each.for_disk() for name, each in self._own_parts().items() if name in objects}
+            objects = {name: handler for name, handler in self._handlers.items() if handler._saved is not None}
+            common = {name: handler for name, handler in objects.items() if not handler.own}
+            common |= {name + _OF_RANK_0: handler for name, handler in _loaders(self._handlers).items()}
+            own = {name: handler.for_disk() for name, handler in self._own_parts().items() if name in objects}
             disk.put_all(
                 number,
-                lambda: {name: each.for_disk() for name, each in common.items()},
+                lambda: {name: handler.for_disk() for name, handler in common.items()},
                 own,
                 values=self._saved,
                 forced=to_disk,
@@ -334,8 +334,8 @@ class HandlingState(ObjectState):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        known = None if name.startswith("_") else self._handlers.get(name)
-        if name.startswith("_") or (known is not None and known.value is value):
+        handled = None if name.startswith("_") else self._handlers.get(name)
+        if name.startswith("_") or (handled is not None and handled.value is value):
             return
         handler = self._find_handler(value)
         if handler is not None and self._whole_every > 1:
@@ -354,7 +354,7 @@ class HandlingState(ObjectState):
 
 
 def _loaders(handlers: Mapping[str, StateHandler]) -> dict[str, LoaderStateHandler]:
-    return {name: each for name, each in handlers.items() if isinstance(each, LoaderStateHandler)}
+    return {name: handler for name, handler in handlers.items() if isinstance(handler, LoaderStateHandler)}
 
 
 def _place(loaders: Mapping[str, LoaderStateHandler], own: Mapping[str, Any], places: Mapping[str, Any]) -> None:
@@ -365,13 +365,13 @@ def _place(loaders: Mapping[str, LoaderStateHandler], own: Mapping[str, Any], pl
         own: the objects of this rank's part.
         places: of rank 0's loaders, which rank 0 has read.
     """
-    known = allgather_object([*own])
+    kept_by_rank = allgather_object([*own])
     places = broadcast_object(places)
-    for name, each in loaders.items():
-        if all(name in found for found in known):
+    for name, loader in loaders.items():
+        if all(name in names for names in kept_by_rank):
             continue
         if name in places:
-            each.begin_elsewhere(places[name])
+            loader.begin_elsewhere(places[name])
         elif rank() == 0:
             _log.warning("the commit keeps no place of %s in its data, which begins an epoch", name)
 
@@ -390,11 +390,11 @@ def _copies_by_itself(kind: type[StateHandler]) -> bool:
 
 
 def _require_steps_are_noted(handlers: Mapping[str, StateHandler]) -> None:
-    opaque = [name for name, each in handlers.items() if _copies_by_itself(type(each))]
+    opaque = [name for name, handler in handlers.items() if _copies_by_itself(type(handler))]
     if opaque:
         raise ConfigError(f"the handlers of {', '.join(opaque)} have a save() of their own, but no copy_small()")
-    silent = [name for name, each in handlers.items() if each.notes_steps is False]
-    if silent or all(each.notes_steps is None for each in handlers.values()):
+    silent = [name for name, handler in handlers.items() if handler.notes_steps is False]
+    if silent or all(handler.notes_steps is None for handler in handlers.values()):
         who = (
             f"{', '.join(silent)} does not tell when weights change" if silent else "there is no optimizer in the state"
         )

@@ -102,8 +102,8 @@ class SamplerStateHandler(StateHandler):
 
     def share(self) -> None:
         """Exchange the samples that each rank has processed since the last call; otherwise a dead rank's are lost."""
-        for each in allgather_object(self.value.news()):
-            self.value.learn(each)
+        for news in allgather_object(self.value.news()):
+            self.value.learn(news)
 
 
 class OwnStateHandler(StateHandler):

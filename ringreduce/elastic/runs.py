@@ -42,10 +42,10 @@ def new_job(token: str, there: Iterable[str]) -> str:
         ReplacedError: its launcher has begun the job again since.
     """
     number, launcher = token.split("-")
-    found = [each for each in map(_RUN.fullmatch, there) if each]
-    if any(each[3] == launcher and each[2] > number for each in found):
+    matches = [match for match in map(_RUN.fullmatch, there) if match]
+    if any(match[3] == launcher and match[2] > number for match in matches):
         raise ReplacedError("the launcher has begun this job again, while these ranks stood still; they end")
-    fence = max([int(number), *(int(each[1]) + 1 for each in found)])
+    fence = max([int(number), *(int(match[1]) + 1 for match in matches)])
     return f"{fence:020}-{token}-{0:08}"
 
 

@@ -443,13 +443,13 @@ def _require_limits(failure: CollectiveError) -> None:
     times = runtime.recoveries()
     most = launch().reset_limit
     if left < least:
-        said = f"too few ranks survive: {left}, and --min-np (RINGREDUCE_MIN_NP) is {least}"
+        reason = f"too few ranks survive: {left}, and --min-np (RINGREDUCE_MIN_NP) is {least}"
     elif most is not None and times > most:
-        said = f"ranks have failed more often than --reset-limit allows (RINGREDUCE_RESET_LIMIT={most})"
+        reason = f"ranks have failed more often than --reset-limit allows (RINGREDUCE_RESET_LIMIT={most})"
     else:
         return
     runtime.shutdown()
-    raise TransportError(f"{said}; {failure}") from failure
+    raise TransportError(f"{reason}; {failure}") from failure
 
 
 def _require_no_others(before: int, doubtful: int, failure: CollectiveError) -> None:

@@ -159,8 +159,8 @@ def init(
     """
     sets = _require_sets(process_sets)
     world = _process.start(comm)
-    for each in sets:
-        world.adopt(each)
+    for process_set in sets:
+        world.adopt(process_set)
 
 
 def shutdown() -> None:
@@ -555,7 +555,7 @@ def _require_sets(given: Any) -> list[ProcessSet]:
     if given is None or given == "dynamic":
         return []
     sets = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    for each in sets:
-        if not isinstance(each, ProcessSet):
-            raise ConfigError(f'init takes a list of process sets, or "dynamic"; got {each!r} in {given!r}')
+    for process_set in sets:
+        if not isinstance(process_set, ProcessSet):
+            raise ConfigError(f'init takes a list of process sets, or "dynamic"; got {process_set!r} in {given!r}')
     return sets

@@ -202,7 +202,7 @@ class _Alone:
         return MemoryWorld(1).messages(0)
 
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[Messages]:
-        return [self.messages(each) for each in waiters]
+        return [self.messages(waiter) for waiter in waiters]
 
     def introduce(self, messages: Messages) -> None:
         """There is no other rank."""
@@ -344,8 +344,8 @@ def check_versions(messages: Messages, greeting: Any) -> list[Any]:
         Of each rank its version, its host, and its greeting.
     """
 
-    def fits(each: Any) -> bool:
-        return isinstance(each, list) and len(each) == 3 and isinstance(each[0], str)
+    def fits(answer: Any) -> bool:
+        return isinstance(answer, list) and len(answer) == 3 and isinstance(answer[0], str)
 
     mine = [VERSION, platform.node() if greeting is None else "a host", greeting]
     everyone = exchange_json(messages, mine, fits)
@@ -361,11 +361,11 @@ def check_settings(messages: Messages, settings: Config) -> None:
     common = [(name, row) for name, _, row in rows(Config) if not row.may_differ]
     mine = [f"{row.variable}={getattr(settings, name)!r}" for name, row in common]
     everyone = exchange_json(messages, mine)
-    if different := [each for each in zip(*everyone, strict=True) if len(set(each)) > 1]:
-        raise MismatchError({rank: ", ".join(each) for rank, each in enumerate(zip(*different, strict=True))})
+    if different := [column for column in zip(*everyone, strict=True) if len(set(column)) > 1]:
+        raise MismatchError({rank: ", ".join(column) for rank, column in enumerate(zip(*different, strict=True))})
     if settings.algorithm is not None and settings.algorithm not in (*names(Collective.ALLREDUCE), VENDOR, NCCL):
-        known = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
-        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {known}")
+        listed = ", ".join((*names(Collective.ALLREDUCE), VENDOR, NCCL))
+        raise ConfigError(f"RINGREDUCE_ALGORITHM={settings.algorithm!r} in the environment: expected one of {listed}")
     ignored = ignored_variables()
     if ignored and messages.rank == 0:
         _log.warning("these variables have no meaning here: %s", ", ".join(ignored))

@@ -63,7 +63,7 @@ class Deliveries:
             if not waiting:
                 return
             try:
-                self._messages.wait_for_some([each for each, _ in waiting], lambda: bool(self._added))
+                self._messages.wait_for_some([transfer for transfer, _ in waiting], lambda: bool(self._added))
             except Exception as error:  # Nothing has come for the time limit, or never will.
                 for _, task in waiting:
                     task.end(error)
@@ -71,4 +71,4 @@ class Deliveries:
             for transfer, task in waiting:
                 if transfer.done:
                     task.end(transfer.error)
-            waiting = [each for each in waiting if not each[0].done]
+            waiting = [pending for pending in waiting if not pending[0].done]

@@ -86,7 +86,7 @@ def _parts_of(comm: Communicator, out: Any, target: Operand, arrays: Sequence[An
     """Return the arrays for the ranks, one after the other, and the elements of each."""
     operands = _one_per_rank(comm, "reduce_scatter", arrays)
     _require_usable([target], operands)
-    counts = [each.count for each in operands]
+    counts = [operand.count for operand in operands]
     if target.count != counts[comm.rank]:
         raise ConfigError(
             f"reduce_scatter: the output has {target.count} elements, and this rank's part of the input "
@@ -154,7 +154,7 @@ def _allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None
         operands = _one_per_rank(comm, "allgather", outs)
         source = _host(array)
         _require_usable(operands, [source])
-        counts = [each.count for each in operands]
+        counts = [operand.count for operand in operands]
         if counts[comm.rank] != source.count:
             raise ConfigError(
                 f"allgather: this rank's input has {source.count} elements, and output {comm.rank} has "
@@ -240,12 +240,12 @@ def alltoall(comm: Communicator, out: Any, array: Any, received: Sequence[int], 
 def alltoall_list(comm: Communicator, outs: Sequence[Any], arrays: Sequence[Any]) -> None:
     """Send every rank one of this rank's arrays; the shapes may differ as long as both sides agree."""
     with CheckingArguments(comm, "alltoall"):
-        targets, sources = (_one_per_rank(comm, "alltoall", each) for each in (outs, arrays))
+        targets, sources = (_one_per_rank(comm, "alltoall", side) for side in (outs, arrays))
         _require_usable(targets, sources)
-        counts = [each.count for each in targets]
+        counts = [target.count for target in targets]
         flat = _joined(outs[0], arrays, sources)
         room = like(outs[0], (sum(counts),))
-        sent = [each.count for each in sources]
+        sent = [source.count for source in sources]
     alltoall(comm, room, flat, received=counts, splits=sent)
     _store_parts(targets, room)
 
@@ -254,7 +254,7 @@ def _one_per_rank(comm: Communicator, name: str, arrays: Sequence[Any] | None) -
     if arrays is None or len(arrays) != comm.size:
         got = "none" if arrays is None else len(arrays)
         raise ConfigError(f"{name} takes an array for each of the {comm.size} ranks, got {got}")
-    return [_host(each) for each in arrays]
+    return [_host(array) for array in arrays]
 
 
 def _splits(comm: Communicator, name: str, rows: Sequence[int], operand: Operand) -> list[int]:
@@ -264,7 +264,7 @@ def _splits(comm: Communicator, name: str, rows: Sequence[int], operand: Operand
         if operand.shape[0] % comm.size:
             raise ConfigError(f"alltoall: {operand.shape[0]} rows do not divide equally among {comm.size} ranks")
         return [operand.shape[0] // comm.size] * comm.size
-    listed = [int(each) for each in rows]
+    listed = [int(count) for count in rows]
     if len(listed) != comm.size or min(listed) < 0 or sum(listed) != operand.shape[0]:
         raise ConfigError(
             f"alltoall: {name} are {comm.size} numbers that add up to the rows of the array, {operand.shape[0]}; "
@@ -275,29 +275,29 @@ def _splits(comm: Communicator, name: str, rows: Sequence[int], operand: Operand
 
 def _joined(model: Any, arrays: Sequence[Any], operands: Sequence[Operand]) -> Any:
     """Return the elements of several arrays, one after the other, in a new array of the model's kind."""
-    flat = like(model, (sum(each.count for each in operands),))
+    flat = like(model, (sum(operand.count for operand in operands),))
     view = _host(flat).view
     at = 0
-    for each in operands:
-        view[at : at + each.count].reshape(each.shape)[...] = each.view
-        at += each.count
+    for source in operands:
+        view[at : at + source.count].reshape(source.shape)[...] = source.view
+        at += source.count
     return flat
 
 
 def _store_parts(targets: Sequence[Operand], flat: Any) -> None:
     view = _host(flat).view
     at = 0
-    for each in targets:
-        each.view[...] = view[at : at + each.count].reshape(each.shape)
-        at += each.count
+    for target in targets:
+        target.view[...] = view[at : at + target.count].reshape(target.shape)
+        at += target.count
 
 
 def _require_equal_counts(name: str, many: str, operands: Sequence[Operand], one: str, operand: Operand) -> None:
-    for each in operands:
-        if each.count != operand.count:
+    for other in operands:
+        if other.count != operand.count:
             raise ConfigError(
                 f"{name} takes {many}s of as many elements as the {one}, got an {one} of shape {operand.shape} and an "
-                f"{many} of shape {each.shape}"
+                f"{many} of shape {other.shape}"
             )
 
 
@@ -333,8 +333,8 @@ def _rows(array: Any, operand: Operand) -> Any:
 
 def _require_usable(outputs: Sequence[Operand], inputs: Sequence[Operand]) -> None:
     """Raise `UnsupportedBufferError` unless all have one dtype and the outputs can be written."""
-    names = {each.dtype.name for each in (*outputs, *inputs)}
+    names = {operand.dtype.name for operand in (*outputs, *inputs)}
     if len(names) > 1:
         raise UnsupportedBufferError(f"all arrays of a call must have one dtype, got {', '.join(sorted(names))}")
-    for each in outputs:
-        each.require_writable()
+    for output in outputs:
+        output.require_writable()

@@ -86,8 +86,8 @@ class Group:
         assert self.communicator.point_to_point is not None
         self._messages = self.communicator.point_to_point
         self._waiters = context.waiter, self._messages.waiter
-        for each in self._waiters:
-            each.watchers.append(advance)
+        for waiter in self._waiters:
+            waiter.watchers.append(advance)
         self._threads = messages.concurrent
         self._start_queues()
         self.lifetime.listen_while_held("forked", self._start_queues)

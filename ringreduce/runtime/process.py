@@ -100,10 +100,10 @@ class Process:
         Raises:
             ConfigError: there is none.
         """
-        found = self.find()
-        if found is None:
+        world = self.find()
+        if world is None:
             raise ConfigError("ringreduce has not been initialized; call ringreduce.init() first")
-        return found
+        return world
 
     def own(self) -> OwnWorld | None:
         """Return the world if this process is a rank of it."""
@@ -115,11 +115,11 @@ class Process:
         Raises:
             ConfigError: there is none, or this process is no rank of it.
         """
-        found = self.here()
-        if not isinstance(found, OwnWorld):
-            found.lifetime.require_open()
+        world = self.here()
+        if not isinstance(world, OwnWorld):
+            world.lifetime.require_open()
             raise AssertionError("the world of a process that is no rank is forked")
-        return found
+        return world
 
     def _settings(self) -> Config:
         return Config.from_environ(conventions=self.conventions)

@@ -98,10 +98,10 @@ class ProcessSet:
         Args:
             find_world: registers it if this process has a world without having started one; called while it has none.
         """
-        made = cls([0])
-        made._ranks = None
-        made._find_world = find_world
-        return made
+        process_set = cls([0])
+        process_set._ranks = None
+        process_set._find_world = find_world
+        return process_set
 
     def __deepcopy__(self, memo: object) -> ProcessSet:
         return self  # It refers to processes, of which there are no copies.

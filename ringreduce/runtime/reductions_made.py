@@ -42,8 +42,8 @@ class Usage:
         """Take note of what a world was used for; to be called before it ends. Local."""
         self.rank = world.rank
         self.size = world.size
-        engines = [each.engine for each in world.sets.values() if each.included()]
-        self.reduced |= world.divided or not world.lifetime.open or any(each.pacemaker.begun for each in engines)
+        engines = [process_set.engine for process_set in world.sets.values() if process_set.included()]
+        self.reduced |= world.divided or not world.lifetime.open or any(engine.pacemaker.begun for engine in engines)
         totals = world.metrics().collectives
         self.reduced_nbytes += sum(total.nbytes for name, total in totals.items() if name not in _NO_REDUCTIONS)
         self.steps += world.observer.recorder.steps
@@ -54,7 +54,7 @@ class Usage:
         Args:
             modules: that it has imported.
         """
-        binding = next((each for each in _BINDINGS if each in modules), None)
+        binding = next((name for name in _BINDINGS if name in modules), None)
         if self.reduced or self.rank or self.size == 1 or binding is None:
             return None
         trained = "if this program has trained: "

@@ -77,12 +77,12 @@ class Handshake:
         """
         greetings = [greeting for _, _, greeting in introductions]
         greetings[self._rank] = self.greeting  # The own one counts, whatever has come back of it.
-        if self._size == 1 or all(each is None for each in greetings):
+        if self._size == 1 or all(greeting is None for greeting in greetings):
             return None
         self._require_secrets(greetings)
         mine = os.urandom(KEY_NBYTES)
-        given = [self._answer(rank, greetings[rank], mine) for rank in range(self._size)] if self._rank == 0 else None
-        answers = exchange_json(messages, given)[0]
+        replies = [self._answer(rank, greetings[rank], mine) for rank in range(self._size)] if self._rank == 0 else None
+        answers = exchange_json(messages, replies)[0]
         if not isinstance(answers, list) or len(answers) != self._size:
             raise ChangedMessageError("what rank 0 gives to all cannot be read: it has changed on its way")
         refused = [rank for rank, each in enumerate(answers) if each is None]
@@ -98,18 +98,18 @@ class Handshake:
         except (TransportError, TypeError, ValueError) as error:
             messages.exchange(b"")  # It opens for nobody, so that all ranks raise an error.
             raise ChangedMessageError(f"what rank 0 gives to rank {self._rank} does not open: {error}") from None
-        said = hashlib.sha256(
+        transcript = hashlib.sha256(
             json.dumps([introductions, answers]).encode()
         ).digest()  # They travelled in the open: all must know the same.
-        SealedMessages(messages, Secret(key.derive("first messages", said))).exchange(b"")
+        SealedMessages(messages, Secret(key.derive("first messages", transcript))).exchange(b"")
         return key
 
     def _require_secrets(self, greetings: Sequence[Any]) -> None:
         """Raise a ConfigError, on all ranks, if some have no secret or cannot read theirs."""
-        for rank, each in enumerate(greetings):
-            if isinstance(each, dict) and "refused" in each:
-                raise ConfigError(f"rank {rank}: {each['refused']}")
-        lacking = [rank for rank, each in enumerate(greetings) if each is None]
+        for rank, greeting in enumerate(greetings):
+            if isinstance(greeting, dict) and "refused" in greeting:
+                raise ConfigError(f"rank {rank}: {greeting['refused']}")
+        lacking = [rank for rank, greeting in enumerate(greetings) if greeting is None]
         if lacking:
             raise ConfigError(
                 f"{KEY_VARIABLE} is not set on {name_ranks(lacking)} of {self._size}, and is on others: set it on all "
@@ -154,5 +154,6 @@ class SealedConnection:
         return self.seal(self._inner.messages(waiter))
 
     def messages_among(self, ranks: Sequence[int], waiters: Sequence[Waiter]) -> list[Messages]:
-        made = self._inner.messages_among(ranks, waiters)
-        return [sealed(each, self._key, f"group {list(ranks)}, messages {number}") for number, each in enumerate(made)]
+        messages = self._inner.messages_among(ranks, waiters)
+        named = f"group {list(ranks)}, messages"
+        return [sealed(inner, self._key, f"{named} {number}") for number, inner in enumerate(messages)]

@@ -109,9 +109,9 @@ class World:
 
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         """Register a process set, or several that have no rank in common; see `ringreduce.add_process_set`."""
-        made = _as_set(process_set)
-        self._register(made, made.ranks or list(range(self.size)), None)
-        return made
+        new_set = _as_set(process_set)
+        self._register(new_set, new_set.ranks or list(range(self.size)), None)
+        return new_set
 
     def close(self) -> None:
         """Forget it. Local."""
@@ -120,21 +120,21 @@ class World:
     def adopt(self, process_set: ProcessSet) -> None:
         """Let a set that is equal to a registered one stand for it; register it if there is none. Collective."""
         ranks = process_set.ranks or list(range(self.size))
-        known = next((each for each in self.sets.values() if each.ranks == ranks), None)
-        if known is None:
+        equal_set = next((other for other in self.sets.values() if other.ranks == ranks), None)
+        if equal_set is None:
             self.add(process_set)
-        elif known is not process_set:
-            known.share(process_set)
+        elif equal_set is not process_set:
+            equal_set.share(process_set)
 
     def metrics(self) -> Metrics:
         """Return what this rank's calls add up to."""
-        members = [each for each in self.sets.values() if each.included()]
-        communicators = [each.communicator for each in members]
-        communicators += [each.communicator for each in self._groups if each.lifetime.open]
-        communicators += [each.engine.communicator for each in members]
+        members = [process_set for process_set in self.sets.values() if process_set.included()]
+        communicators = [member.communicator for member in members]
+        communicators += [group.communicator for group in self._groups if group.lifetime.open]
+        communicators += [member.engine.communicator for member in members]
         engines = [
-            (each.engine.tally, each.engine.waited_s, each.ranks or [], each.engine.communicator.topology.nodes)
-            for each in members
+            (member.engine.tally, member.engine.waited_s, member.ranks or [], member.engine.communicator.topology.nodes)
+            for member in members
         ]
         return Metrics.of(communicators, engines)
 
@@ -144,7 +144,7 @@ class World:
         self.sets[self._last_set] = process_set
 
     def _unregister_all(self) -> list[Membership]:
-        registered = [each.unregister() for _, each in sorted(self.sets.items(), reverse=True)]
+        registered = [process_set.unregister() for _, process_set in sorted(self.sets.items(), reverse=True)]
         self.sets.clear()
         return [parts for parts in registered if parts is not None]
 
@@ -286,12 +286,12 @@ class OwnWorld(World):
 
     def add(self, process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         try:
-            made = _as_set(process_set)
+            new_set = _as_set(process_set)
             refused = None
-            mine = made.ranks or list(range(self.size))
+            mine = new_set.ranks or list(range(self.size))
             if mine[-1] >= self.size:
                 raise ConfigError(f"there is no rank {mine[-1]}; the world has ranks 0 to {self.size - 1}")
-            if any(each.ranks == mine for each in self.sets.values()):
+            if any(other.ranks == mine for other in self.sets.values()):
                 raise ConfigError(f"a process set of ranks {mine} is registered already")
         except Exception as error:
             mine = []
@@ -307,11 +307,11 @@ class OwnWorld(World):
                 needless.close()
         self._messages.exchange(b"")  # Nobody may use it, or remove it, before all have it.
         for ranks in sets:
-            each, its_parts = (made, parts) if ranks == mine else (ProcessSet(ranks), None)
-            self._register(each, ranks, its_parts)
-            if each.connected:
-                self.observer.watch(each.observed())
-        return made
+            added, its_parts = (new_set, parts) if ranks == mine else (ProcessSet(ranks), None)
+            self._register(added, ranks, its_parts)
+            if added.connected:
+                self.observer.watch(added.observed())
+        return new_set
 
     def remove(self, process_set: ProcessSet | Any) -> bool:
         """Give back a process set, or several, as they were added; see `ringreduce.remove_process_set`."""
@@ -323,7 +323,7 @@ class OwnWorld(World):
             refused = ConfigError(f"remove_process_set takes what add_process_set returned, got {process_set!r}")
         removed = False
         for ranks in self._agree("remove_process_set", mine, refused):
-            number = next((number for number, each in self.sets.items() if number and each.ranks == ranks), None)
+            number = next((number for number, old in self.sets.items() if number and old.ranks == ranks), None)
             if number is None:  # There may be no such set on any rank.
                 continue
             parts = self.sets.pop(number).unregister()
@@ -342,20 +342,20 @@ class OwnWorld(World):
                 f"a group is made by its members, each once, out of ranks 0 to {self.size - 1}; rank {self.rank} got "
                 f"{listed}"
             )
-        self._groups = [each for each in self._groups if each.lifetime.open]
-        made = Group(
+        self._groups = [other for other in self._groups if other.lifetime.open]
+        group = Group(
             self._connection, listed, self.config, timeout_s=timeout_s, advance=self._advance, world=self.lifetime
         )
-        self._groups.append(made)
+        self._groups.append(group)
         self._numbers[tuple(listed)] += 1
-        self.observer.watch(made.observed(self._numbers[tuple(listed)]))
-        return made
+        self.observer.watch(group.observed(self._numbers[tuple(listed)]))
+        return group
 
     def transport(self) -> Messages:
         """Return a transport between all ranks that nothing else uses, and that the caller closes. Collective."""
-        made = self._messages.subset(range(self.size), Waiter(self.config.timeout_s))
-        assert made is not None
-        return made
+        messages = self._messages.subset(range(self.size), Waiter(self.config.timeout_s))
+        assert messages is not None
+        return messages
 
     def agree_to_stop(self, asked: bool) -> bool:
         """Return whether any rank was asked to stop. Collective."""
@@ -375,15 +375,15 @@ class OwnWorld(World):
         return self.observer.report(self.metrics(), self.hosts.nodes)
 
     def _spent(self) -> Spent:
-        engines = [each.engine for each in self.sets.values() if each.included()]
+        engines = [process_set.engine for process_set in self.sets.values() if process_set.included()]
         return self.observer.recorder.spent(
-            sum(each.waited_s for each in engines), sum(each.pacemaker.loading_s for each in engines)
+            sum(engine.waited_s for engine in engines), sum(engine.pacemaker.loading_s for engine in engines)
         )
 
     def _advance(self) -> None:
         """Move on the messages of all groups: while this rank waits, peers may wait for these."""
-        for each in self._groups:
-            each.advance()
+        for group in self._groups:
+            group.advance()
 
     def _agree(self, call: str, mine: list[int], refused: Exception | None) -> list[list[int]]:
         """Return the sets that the ranks speak of: one that all have named, or each member's own. Collective.
@@ -398,12 +398,12 @@ class OwnWorld(World):
             raise CollectiveTimeoutError(f"{call}({mine}): {error}") from None
         if refused is not None:
             raise refused
-        refusals = [rank for rank, each in enumerate(everyone) if isinstance(each, str)]
+        refusals = [rank for rank, answer in enumerate(everyone) if isinstance(answer, str)]
         if not refusals:
-            sets = sorted({tuple(each) for each in everyone})
+            sets = sorted({tuple(answer) for answer in everyone})
             if len(sets) == 1 or all(_is_own(rank, everyone) for rank in range(len(everyone))):
-                return [list(each) for each in sets]
-        calls = {rank: each if rank in refusals else f"{call}({each})" for rank, each in enumerate(everyone)}
+                return [list(ranks_of_set) for ranks_of_set in sets]
+        calls = {rank: answer if rank in refusals else f"{call}({answer})" for rank, answer in enumerate(everyone)}
         raise MismatchError(calls)
 
     # ---- its begin ----
@@ -426,8 +426,8 @@ class OwnWorld(World):
         text = self._messages.exchange(text.encode())[0].decode()
         if text:
             table = Table.from_json(text)
-            for each in (self.communicator, self._everyone.engine.communicator):
-                each.use(table)
+            for communicator in (self.communicator, self._everyone.engine.communicator):
+                communicator.use(table)
 
     # ---- its end ----
 
@@ -440,8 +440,8 @@ class OwnWorld(World):
         """Let the ranks of the node know that this one ends; return whether it is the first of them that does so."""
         self.recording.end(reason)
         why = AbortReason(reason, self.rank)
-        first = [each.communicator.detach(why) for each in self.sets.values() if each.connected]
-        first += [each.communicator.detach(why) for each in self._groups if each.lifetime.open]
+        first = [process_set.communicator.detach(why) for process_set in self.sets.values() if process_set.connected]
+        first += [group.communicator.detach(why) for group in self._groups if group.lifetime.open]
         return all(first)
 
     def flush(self) -> None:
@@ -482,7 +482,7 @@ class OwnWorld(World):
         self.observer.conclude(self.report)
         self.recording.end(None)
         self.observer.end()
-        groups = (each.close for each in reversed(self._groups))
+        groups = (group.close for group in reversed(self._groups))
         close_all(*groups, *(parts.close for parts in self._unregister_all()), self._messages.close)
 
 
@@ -502,7 +502,7 @@ def _log_choices(world: OwnWorld, *, is_sealed: bool) -> None:
     ranks = f"{world.hosts.describe()}, started by {'no launcher' if launcher is None else launcher.name}"
     _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
     standard = Config(launched_size=world.config.launched_size, tuning=world.config.tuning)
-    settings = {each.name: getattr(world.config, each.name) for each in fields(Config)}
+    settings = {field.name: getattr(world.config, field.name) for field in fields(Config)}
     changed = [f"{name}={value}" for name, value in settings.items() if value != getattr(standard, name)]
     _log.info("settings: %s", ", ".join(changed) or "as they come")
 
