@@ -146,9 +146,9 @@ def request_of(call: CompiledCall, sources: Sequence[Host], targets: Sequence[Ho
 
 
 def _stored(outs: Sequence[Host | None], made: Sequence[Host]) -> Sequence[Host]:
-    for out, each in zip(outs, made, strict=True):
+    for out, result in zip(outs, made, strict=True):
         if out is not None:
-            np.copyto(out, each)
+            np.copyto(out, result)
     return made
 
 
@@ -208,7 +208,7 @@ def name_here(kind: str, leaves: Sequence[Any]) -> str | None:
 
 def is_traced(leaves: Sequence[Any]) -> bool:
     """Return whether some arrays are those of a trace."""
-    return any(isinstance(each, jax.core.Tracer) for each in leaves)
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
 def run_compiled(
@@ -238,7 +238,7 @@ def run_compiled(
         beside = step.arrays
         step.owner.note(place, step)
     run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes, step)))
-    dtypes = [each.dtype for each in leaves]
+    dtypes = [leaf.dtype for leaf in leaves]
 
     def backward(_: None, cotangents: Sequence[Any]) -> Sequence[Any]:
         # Integers have no gradients (float0); what becomes of the zeros in their place, JAX ignores.
@@ -284,11 +284,11 @@ def _in_buckets(call: CompiledCall, shapes: Sequence[Shape], step: StepReduction
         if step is not None:
             part = part._replace(first=count == 0, last=count == len(buckets) - 1)
             step.owner.note_part(str(call.name), part.part, [names[number] for number in members])
-        given = [leaves[each] for each in members]
-        own = [shapes[each] for each in members]
+        given = [leaves[member] for member in members]
+        own = [shapes[member] for member in members]
         results = ffi.call(json.dumps(part), given, own, batched="broadcast_all", in_place=in_place, after=after)
-        for number, each in zip(members, results, strict=True):
-            made[number] = each
+        for number, result in zip(members, results, strict=True):
+            made[number] = result
         after = sorted(results, key=lambda each: (each.size == 0, each.size))[:1]
     return made
 

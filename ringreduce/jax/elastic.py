@@ -37,4 +37,4 @@ class JaxState(NumpyState):
 
 def _is_tree_of_arrays(value: Any) -> bool:
     leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(isinstance(each, jax.Array) for each in leaves)
+    return bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)

@@ -82,17 +82,17 @@ class XlaArrays(NamedTuple):
     @classmethod
     def holding(cls, arrays: Sequence[npt.NDArray[Any]]) -> XlaArrays:
         """Return the memory of contiguous arrays, which is there as long as they are."""
-        layout = [(_NUMBERS[each.dtype], pack(f"{each.ndim}q", *each.shape)) for each in arrays]
-        return cls(tuple(layout), [each.ctypes.data for each in arrays])
+        layout = [(_NUMBERS[array.dtype], pack(f"{array.ndim}q", *array.shape)) for array in arrays]
+        return cls(tuple(layout), [array.ctypes.data for array in arrays])
 
     @property
     def nbytes(self) -> int:
         """Of all arrays."""
-        return sum([ctypes.sizeof(_described(*each)[2]) for each in self.layout])
+        return sum([ctypes.sizeof(_described(*entry)[2]) for entry in self.layout])
 
     def views(self) -> list[npt.NDArray[Any]]:
         """Return the arrays."""
-        described = [_described(*each) for each in self.layout]
+        described = [_described(*entry) for entry in self.layout]
         return [
             np.ndarray(shape, dtype, memory.from_address(address))
             for (shape, dtype, memory), address in zip(described, self.addresses, strict=True)
@@ -100,13 +100,13 @@ class XlaArrays(NamedTuple):
 
     def copy_to(self, other: XlaArrays) -> None:
         """Overwrite arrays of the same shapes and dtypes."""
-        for each, source, target in zip(self.layout, self.addresses, other.addresses, strict=True):
-            ctypes.memmove(target, source, ctypes.sizeof(_described(*each)[2]))
+        for entry, source, target in zip(self.layout, self.addresses, other.addresses, strict=True):
+            ctypes.memmove(target, source, ctypes.sizeof(_described(*entry)[2]))
 
     def beside(self) -> tuple[XlaArrays, list[npt.NDArray[Any]]]:
         """Return new arrays of the same shapes and dtypes; their memory is there as long as they are."""
-        arrays = [np.empty(*_described(*each)[:2]) for each in self.layout]
-        return XlaArrays(self.layout, [each.ctypes.data for each in arrays]), arrays
+        arrays = [np.empty(*_described(*entry)[:2]) for entry in self.layout]
+        return XlaArrays(self.layout, [array.ctypes.data for array in arrays]), arrays
 
 
 @lru_cache(4096)
@@ -149,16 +149,16 @@ def register(handler: Handler) -> None:
             # Without a caller in Python this is a thread of XLA.
             awaited = getattr(inspect.currentframe(), "f_back", None) is not None
             message = ctypes.create_string_buffer(described(error, awaited=awaited).encode(errors="replace"))
-            said = _ERROR.pack(_ERROR.size, 0, ctypes.addressof(message), _INTERNAL)
+            call_frame = _ERROR.pack(_ERROR.size, 0, ctypes.addressof(message), _INTERNAL)
             create: Any = _create_error(*_read(_ADDRESS, api + _CREATE_ERROR_OFFSET))
-            return create(said)  # type: ignore[no-any-return]
+            return create(call_frame)  # type: ignore[no-any-return]
         return None
 
     _handlers.append(handler)
     for tokens, name in enumerate((TARGET, ORDERED)):
-        made = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(partial(target, tokens))
-        _kept.append(made)
-        address = jax.ffi.pycapsule(ctypes.cast(made, ctypes.c_void_p).value)
+        target_function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(partial(target, tokens))
+        _kept.append(target_function)
+        address = jax.ffi.pycapsule(ctypes.cast(target_function, ctypes.c_void_p).value)
         jax.ffi.register_ffi_target(name, address, platform="cpu", api_version=_API_VERSION)
 
 
@@ -191,13 +191,13 @@ def call(
         after: arrays that are there when the handler is called, which may read those of dtypes that collectives take.
         always: whether JAX may neither drop this call nor merge it with an equal one.
     """
-    results = [jax.ShapeDtypeStruct(shape, each.dtype) for shape, each in zip(shapes, arguments, strict=True)]
+    results = [jax.ShapeDtypeStruct(shape, argument.dtype) for shape, argument in zip(shapes, arguments, strict=True)]
     aliases = {number: number for number in range(len(results))} if in_place else None
     how: dict[str, Any] = {"vmap_method": batched, "input_output_aliases": aliases, "has_side_effect": always}
     here = partial(jax.ffi.ffi_call(TARGET, results, **how), text=text)
     if jax.default_backend() == "cpu":
         return list(here(*arguments, *after))
-    carry_out = partial(_carry_out, text, [each.ndim for each in arguments], shapes, in_place)
+    carry_out = partial(_carry_out, text, [argument.ndim for argument in arguments], shapes, in_place)
     if always:
         elsewhere = partial(io_callback, carry_out, results)
     else:
@@ -219,10 +219,10 @@ def _carry_out(
     arguments = [np.array(each, order="C", copy=in_place or None) for each in given[:count]]
     results = arguments
     if not in_place:
-        batches = [each.shape[: each.ndim - number] for each, number in zip(arguments, dimensions, strict=True)]
+        batches = [array.shape[: array.ndim - number] for array, number in zip(arguments, dimensions, strict=True)]
         results = [
-            np.empty((*batch, *shape), each.dtype)
-            for batch, shape, each in zip(batches, shapes, arguments, strict=True)
+            np.empty((*batch, *shape), argument.dtype)
+            for batch, shape, argument in zip(batches, shapes, arguments, strict=True)
         ]
     others = [np.asarray(each, order="C") for each in given[count:]]
     try:

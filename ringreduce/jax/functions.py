@@ -36,7 +36,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
             `MismatchError`.
         MismatchError: the trees differ between ranks in more than their values.
     """
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: isinstance(each, RankState))
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, RankState))
     with RequestBuilder("broadcast_parameters", None, process_set):
         named = [
             (jax.tree_util.keystr(path), _writable(leaf, jax.tree_util.keystr(path)))

@@ -50,9 +50,9 @@ def needs_host(process_set: ProcessSet, gradients: Any) -> bool:
 
 def unmapped(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of arrays that raises a `ConfigError` under `vmap`."""
-    made = custom_vmap(function)
-    made.def_vmap(_refuse_batch)
-    return made  # type: ignore[no-any-return]
+    mapped = custom_vmap(function)
+    mapped.def_vmap(_refuse_batch)
+    return mapped  # type: ignore[no-any-return]
 
 
 def _refuse_batch(*_: object) -> NoReturn:
@@ -90,7 +90,7 @@ class HostReduction:
         self._samples = samples
         self._options = options
         self._identity = identity
-        self._specs = [ArraySpec(each.shape, each.dtype) for each in leaves]
+        self._specs = [ArraySpec(leaf.shape, leaf.dtype) for leaf in leaves]
         self._key = f"{kind} {next(_numbers)}"
         self._training: ListTraining | None = None
         self._advice = advice
@@ -121,8 +121,8 @@ class HostReduction:
                 self._beside = NOTHING
             values = lambda: list(map(np.asarray, beside))  # noqa: E731
             reduced = self._reduced(call.operation, list(map(np.asarray, arrays)), values)
-            return [jnp.array(each) for each in reduced]  # These are copies.
-        shapes = [each.shape for each in arrays]
+            return [jnp.array(array) for array in reduced]  # These are copies.
+        shapes = [array.shape for array in arrays]
         count = len(arrays)
         how: dict[str, Any] = {"batched": None, "always": True}
         run = unmapped(lambda *given: ffi.call(json.dumps(call), given[:count], shapes, after=given[count:], **how))
@@ -131,7 +131,7 @@ class HostReduction:
     def pending(self) -> Iterator[list[Any]]:
         """Yield the averages that are still to be applied, oldest first. Collective."""
         for averages in () if self._training is None else self._training.pending():
-            yield [jnp.array(each) for each in averages]
+            yield [jnp.array(average) for average in averages]
 
     def carry_out(
         self, name: str | None, sources: Sequence[Host], targets: Sequence[Host], others: Callable[[], ffi.XlaArrays]
@@ -146,7 +146,7 @@ class HostReduction:
             with RequestBuilder("allreduce", name, self._process_set) as prepare:
                 request = prepare.call("late gradients, or numbers of samples", lambda ranks: None)
             request.carry_out()
-            named = [(f"array {place}", each) for place, each in enumerate(self._specs)]
+            named = [(f"array {place}", spec) for place, spec in enumerate(self._specs)]
             how = {"identity": self._identity, "bind": lambda _: HostMemory(self._advice), **self._options}
             self._training = ListTraining(self._kind, named, self._process_set, **how)
         samples = arrays[number] if len(arrays) > number else self._samples()
@@ -182,7 +182,7 @@ class HostTrees:
         leaves = usable_leaves(tree, given, usable)
         if not leaves:
             return tree
-        key = structure, *((each.shape, each.dtype) for each in leaves)
+        key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
         how = {"identity": identity, **self._options}
         reduction = self._known.find(key, lambda: HostReduction(self._kind, leaves, self._process_set, **how))
         return jax.tree.unflatten(structure, reduction.reduce(leaves, name, samples=samples, step=step))
@@ -192,7 +192,7 @@ class HostTrees:
         leaves, structure = jax.tree.flatten(like)
         if is_traced(leaves):
             raise ConfigError("the last averages are values: call synchronize() outside of jit")
-        known = [each for each, (other, *_) in zip(self._known, self._known.keys, strict=True) if other == structure]
+        known = [own for own, (other, *_) in zip(self._known, self._known.keys, strict=True) if other == structure]
         if len(self._known) and not known:
             raise ConfigError("synchronize() takes parameters of the structure of the gradients, and got another one")
         for reduction in known:
@@ -202,9 +202,9 @@ class HostTrees:
 
 def _scalar(samples: Any) -> Any:
     try:
-        made = jnp.asarray(samples)
+        counted = jnp.asarray(samples)
     except (TypeError, OverflowError) as error:
         raise UnsupportedBufferError(f"samples is a number below 2^31, got {samples!r}") from error
-    if not is_traced([made]) and np.any(np.asarray(made) != np.asarray(samples)):  # JAX has cut it to 32 bits
+    if not is_traced([counted]) and np.any(np.asarray(counted) != np.asarray(samples)):  # JAX has cut it to 32 bits
         raise UnsupportedBufferError(f"samples is a number below 2^31, got {samples!r}")
-    return made
+    return counted

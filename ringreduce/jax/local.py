@@ -139,9 +139,9 @@ class DiLoCo:
         leaves, structure = jax.tree_util.tree_flatten(params)
         _require_values(leaves)
         given = [leaves[number] for number in self._numbers] if structure == self._structure else []
-        known = _compiled(self._dtypes)
-        found = _compiled(list(map(_dtype, given)))
-        if structure != self._structure or list(map(np.shape, given)) != self._shapes or found != known:
+        own_dtypes = _compiled(self._dtypes)
+        their_dtypes = _compiled(list(map(_dtype, given)))
+        if structure != self._structure or list(map(np.shape, given)) != self._shapes or their_dtypes != own_dtypes:
             raise ConfigError(
                 "these are not the parameters that DiLoCo was made with: their structure, shapes or dtypes differ"
             )
@@ -160,11 +160,11 @@ class DiLoCo:
 
     def _read(self, place: slice) -> Sequence[Any]:
         arrays = zip(jax.device_get(self._leaves[place]), self._dtypes[place], strict=True)
-        return [np.asarray(each, dtype) for each, dtype in arrays]
+        return [np.asarray(array, dtype) for array, dtype in arrays]
 
     def _write(self, place: slice, arrays: Sequence[Any]) -> None:
         leaves = self._leaves[place]
-        self._leaves[place] = [like(each.astype(_dtype(leaf)), leaf) for each, leaf in zip(arrays, leaves, strict=True)]
+        self._leaves[place] = [like(new.astype(_dtype(leaf)), leaf) for new, leaf in zip(arrays, leaves, strict=True)]
 
 
 def LocalSGD(params: Any, **options: Any) -> DiLoCo:  # noqa: N802

@@ -93,7 +93,7 @@ class _Collectives(Differentiable):
         )
 
     def _first_rows(self, rows: Sequence[int]) -> list[int]:
-        return [self._process_set.rank() * each for each in rows]
+        return [self._process_set.rank() * row_count for row_count in rows]
 
     def _flow(
         self,
@@ -108,7 +108,7 @@ class _Collectives(Differentiable):
             call = self._call(kind, **how)
             traced = is_traced(values)
             shapes = shapes or [
-                _result_shape(kind, each.shape, process_set=self._process_set, traced=traced) for each in values
+                _result_shape(kind, value.shape, process_set=self._process_set, traced=traced) for value in values
             ]
         if traced:
             return run_compiled(call, shapes, adjoint=partial(adjoint, self._back()), leaves=values, step=self.step)
@@ -135,10 +135,10 @@ class _Collectives(Differentiable):
 
 
 def _run_at_once(call: CompiledCall, leaves: Sequence[Any]) -> Sequence[Any]:
-    results = request_of(call, [np.asarray(each) for each in leaves]).carry_out()
-    small = call.kind != "allgather" and sum(each.nbytes for each in results) < _LEAST_PUT_NBYTES
-    made = _together(results) if small else jax.device_put(results)
-    return list(map(_beside, leaves, made))
+    results = request_of(call, [np.asarray(leaf) for leaf in leaves]).carry_out()
+    small = call.kind != "allgather" and sum(result.nbytes for result in results) < _LEAST_PUT_NBYTES
+    placed = _together(results) if small else jax.device_put(results)
+    return list(map(_beside, leaves, placed))
 
 
 #: Programs are made for shapes, which may differ from call to call in an allgather.

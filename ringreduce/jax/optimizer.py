@@ -156,10 +156,10 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
             updates = reduce_gradients(step, updates, kind, predivide_factor=factor, **how)
         return inner.update(updates, state, params, **extra)
 
-    made = DistributedTransformation(inner.init, update)
+    transformation = DistributedTransformation(inner.init, update)
     if staleness:
-        made.late = trees, inner.update
-    return made
+        transformation.late = trees, inner.update
+    return transformation
 
 
 def _require_every_step() -> None:
@@ -184,21 +184,21 @@ def _known_identity(number: int, structure: Any, shapes: tuple[tuple[int, ...], 
 def _identity(number: int, tree: Any) -> Identity:
     """Return what tells the gradients that a transformation, by its number, gets of a tree from all others."""
     leaves, structure = jax.tree.flatten(tree)
-    return _known_identity(number, structure, tuple([jnp.shape(each) for each in leaves]))
+    return _known_identity(number, structure, tuple([jnp.shape(leaf) for leaf in leaves]))
 
 
 def _hyperparameters(state: Any) -> dict[str, Any]:
     """Return what `optax.inject_hyperparams` keeps in a state, by name; of equal names the later ones are numbered."""
-    found: dict[str, Any] = {}
+    hyperparameters: dict[str, Any] = {}
     parts = [state]
     while parts:
-        for each in jax.tree.leaves(parts.pop(), is_leaf=_is_injected):
-            if _is_injected(each):
-                for name, value in each.hyperparams.items():
-                    same = sum(other.partition(" ")[0] == name for other in found)
-                    found[f"{name} {same + 1}" if same else name] = value
-                parts.append(each.inner_state)
-    return found
+        for node in jax.tree.leaves(parts.pop(), is_leaf=_is_injected):
+            if _is_injected(node):
+                for name, value in node.hyperparams.items():
+                    same = sum(other.partition(" ")[0] == name for other in hyperparameters)
+                    hyperparameters[f"{name} {same + 1}" if same else name] = value
+                parts.append(node.inner_state)
+    return hyperparameters
 
 
 def _arguments(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,11 +264,11 @@ class _Compressing(NamedTuple):
     process_set: ProcessSet
 
     def init(self, params: Any) -> DistributedState:
-        shapes = [each.shape for each in jax.tree.leaves(params) if _is_compressed(each)]
+        shapes = [leaf.shape for leaf in jax.tree.leaves(params) if _is_compressed(leaf)]
         compressed = _Compressed(self.compression, shapes)
         with RequestBuilder("DistributedGradientTransformation", self.name, self.process_set) as prepare:
             request = prepare.call(compressed.key, compressed.begin)
-        residual = {each: jnp.asarray(array) for each, array in request.carry_out().items()}
+        residual = {name: jnp.asarray(array) for name, array in request.carry_out().items()}
         return DistributedState(self.inner.init(params), RankState(residual))
 
     def update(
@@ -279,13 +279,13 @@ class _Compressing(NamedTuple):
             raise ConfigError("compressed gradients cannot be weighted: use no compression with numbers of samples")
         given, structure = jax.tree.flatten(updates, is_sparse)
         leaves = usable_leaves(updates, given, usable)
-        chosen = [each for each in leaves if _is_compressed(each)]
+        chosen = [leaf for leaf in leaves if _is_compressed(leaf)]
         settings = _hyperparameters(state.inner) | _arguments(extra)
         step = self.steps.of_trees(updates, params, settings, _is_compressed)
         made, residual = self._compress(chosen, state.lost.arrays, tree=updates, step=step)
         compressed = iter(made)
-        others = iter(self.reduce([each for each in leaves if not _is_compressed(each)]))
-        reduced = [next(compressed if _is_compressed(each) else others) for each in leaves]
+        others = iter(self.reduce([leaf for leaf in leaves if not _is_compressed(leaf)]))
+        reduced = [next(compressed if _is_compressed(leaf) else others) for leaf in leaves]
         updates, inner = self.inner.update(jax.tree.unflatten(structure, reduced), state.inner, params, **extra)
         return updates, DistributedState(inner, RankState(residual))
 
@@ -294,8 +294,8 @@ class _Compressing(NamedTuple):
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return reduced gradients, those of a tree that are compressed, and what compression leaves of them."""
         names = sorted(residual)
-        arrays = [*leaves, *(residual[each] for each in names)]
-        compressed = _Compressed(self.compression, [each.shape for each in leaves], names)
+        arrays = [*leaves, *(residual[name] for name in names)]
+        compressed = _Compressed(self.compression, [leaf.shape for leaf in leaves], names)
         kind = "compressed allreduce"
         name = name_here(kind, arrays) if self.name is None else f"{self.name}, compressed"
         identity = self.identified(tree)
@@ -307,7 +307,7 @@ class _Compressing(NamedTuple):
             step.look(leaves, call.operation)
         of = step if traced else None
         made = run_compiled(
-            call, [each.shape for each in arrays], adjoint=_refuse_gradients, leaves=arrays, wrap=unmapped, step=of
+            call, [array.shape for array in arrays], adjoint=_refuse_gradients, leaves=arrays, wrap=unmapped, step=of
         )
         return made[: len(leaves)], dict(zip(names, made[len(leaves) :], strict=True))
 
@@ -325,10 +325,10 @@ def _is_compressed(leaf: Any) -> bool:
 
 def _checked(compression: Any) -> BucketCompression:
     """Return a compression as a user gives it: an object, a class, or the name of a wire format."""
-    given = wire_format(compression) if isinstance(compression, str) else compression
-    if not has_reducers(given):
-        raise ConfigError(f"compression is one of {', '.join(CODECS)}, or one of buckets as PowerSGD; got {given!r}")
-    return given() if isinstance(given, type) else given
+    chosen = wire_format(compression) if isinstance(compression, str) else compression
+    if not has_reducers(chosen):
+        raise ConfigError(f"compression is one of {', '.join(CODECS)}, or one of buckets as PowerSGD; got {chosen!r}")
+    return chosen() if isinstance(chosen, type) else chosen
 
 
 class _Compressed:
@@ -350,7 +350,7 @@ class _Compressed:
         words = [*("x".join(map(str, shape)) or "scalar" for shape in shapes), *names]
         self.key = f"{signature_of(compression)} of {', '.join(words)}"
         self._bounds = list(accumulate(map(prod, shapes), initial=0))
-        self._reducer = compression.reducer(list(shapes), [slice(*each) for each in pairwise(self._bounds)])
+        self._reducer = compression.reducer(list(shapes), [slice(*ends) for ends in pairwise(self._bounds)])
         FUNCTIONS.setdefault(self.key, self.reduce)
 
     def begin(self, ranks: Communicator) -> State:

@@ -39,8 +39,8 @@ def put_in_order(module: Any, target: str, ordered: str, numbered: Callable[[Seq
 class _Program:
     def __init__(self, module: Any, target: str) -> None:
         self._target = target
-        functions = [each.operation for each in module.body.operations if each.operation.name == _FUNCTION]
-        self._functions = {ir.StringAttr(each.attributes["sym_name"]).value: each for each in functions}
+        functions = [function.operation for function in module.body.operations if function.operation.name == _FUNCTION]
+        self._functions = {ir.StringAttr(function.attributes["sym_name"]).value: function for function in functions}
         self._counts: dict[str, int] = {}
         self._token = ir.Type.parse("!stablehlo.token")
 
@@ -50,10 +50,10 @@ class _Program:
             return
         (main,) = self._functions["main"].regions[0].blocks
         self._inline(main)
-        for name, each in self._functions.items():
+        for name, function in self._functions.items():
             if name != "main" and self._count_of(name):
-                each.erase()
-        texts = [_text_of(each) for each in self._calls(main)]
+                function.erase()
+        texts = [_text_of(call) for call in self._calls(main)]
         self._ordered = ir.StringAttr.get(ordered)
         self._texts = iter(numbered(texts))
         self._thread(main, self._begin(ir.InsertionPoint.at_block_begin(main)))
@@ -72,7 +72,7 @@ class _Program:
             return 1
         if operation.name == _CALL:
             return self._count_of(_callee(operation))
-        inside: int = sum(self._count(each) for block in _blocks(operation) for each in _operations(block))
+        inside: int = sum(self._count(inner) for block in _blocks(operation) for inner in _operations(block))
         return 2 * inside if operation.name == _LOOP else inside
 
     def _is_call(self, operation: Any) -> bool:
@@ -136,7 +136,7 @@ class _Program:
 
     def _through_loop(self, loop: Any, token: Any) -> Any:
         condition, body = _blocks(loop)
-        given = [each.add_argument(self._token, loop.location) for each in (condition, body)]
+        given = [region.add_argument(self._token, loop.location) for region in (condition, body)]
         self._thread(condition, given[0])
         self._return(body, self._thread(body, given[1]))
         return self._with_token(loop, token).results[-1]
@@ -150,7 +150,7 @@ class _Program:
         """Replace an operation by one that takes a token, if it is given one, and returns one."""
         made = ir.Operation.create(
             operation.name,
-            results=[*(each.type for each in operation.results), self._token],
+            results=[*(result.type for result in operation.results), self._token],
             operands=[*operation.operands, *([] if token is None else [token])],
             attributes=_attributes_of(operation) | (changed or {}),
             regions=len(operation.regions),
@@ -168,7 +168,7 @@ class _Program:
     def _attributes(self, call: Any) -> dict[str, Any]:
         """Return what changes of the attributes of a call."""
         config = ir.DictAttr(call.attributes["mhlo.backend_config"])
-        texts = {each.name: each.attr for each in config} | {"text": ir.StringAttr.get(next(self._texts))}
+        texts = {entry.name: entry.attr for entry in config} | {"text": ir.StringAttr.get(next(self._texts))}
         changed = {"call_target_name": self._ordered, "mhlo.backend_config": ir.DictAttr.get(texts)}
         scalar = ir.Attribute.parse("dense<> : tensor<0xindex>")
         for name in ("operand_layouts", "result_layouts"):
@@ -183,7 +183,7 @@ class _Program:
 
 
 def _operations(block: Any) -> list[Any]:
-    return [each.operation for each in block.operations]
+    return [operation.operation for operation in block.operations]
 
 
 def _blocks(operation: Any) -> list[Any]:

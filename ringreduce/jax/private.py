@@ -54,8 +54,8 @@ def foreign_interface() -> int:
     The layout of its structures is stable within one. With another one, compiled programs cannot call collectives.
     """
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
-    found = re.search(r"#define XLA_FFI_API_MAJOR (\d+)", header.read_text(encoding="utf-8"))
-    return int(found[1]) if found else -1
+    match = re.search(r"#define XLA_FFI_API_MAJOR (\d+)", header.read_text(encoding="utf-8"))
+    return int(match[1]) if match else -1
 
 
 #: What changes programs before they are compiled; see `before_compiling`.
@@ -91,9 +91,9 @@ def _intercept() -> None:
 def _codes_of(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function, and of those that it defines."""
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes_of(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_of(constant)
 
 
 @cache
@@ -128,7 +128,7 @@ def around_that_skips() -> str | None:
 
 def _knows_what_skips() -> bool:
     is_set = mentions(optax.MultiSteps.__init__, "_should_skip_update_fn")
-    return is_set and all(_codes_in(each) for each in ("apply_if_finite", "MultiSteps.__init__"))
+    return is_set and all(_codes_in(name) for name in ("apply_if_finite", "MultiSteps.__init__"))
 
 
 PARTS = (

@@ -85,7 +85,7 @@ class StepReduction(NamedTuple):
         if watched is None or not watched.begin():
             return
         model = None
-        if not any(isinstance(each, jax.core.Tracer) for each in self.arrays):
+        if not any(isinstance(array, jax.core.Tracer) for array in self.arrays):
             model = self.beside.model(lambda: list(map(np.asarray, self.arrays)))
         watched.look(list(map(np.asarray, gradients)), self.names(), model)
 
@@ -150,16 +150,16 @@ class Steps:
             settings: hyper-parameters by name; those that `in_words` leaves out are left out here, too, but for arrays
                 that are arguments of the update.
         """
-        readable = [number for number, each in enumerate(weights) if _is_readable(each)]
+        readable = [number for number, weight in enumerate(weights) if _is_readable(weight)]
 
         def names_of_readable() -> list[str]:
             known = weight_names()
             return [known[number] for number in readable]
 
-        given = {name: each for name, each in settings.items() if isinstance(each, (jax.Array, np.ndarray))}
-        wanted = {name for name, each in given.items() if each.size == 1 or name.endswith(OF_UPDATE)}
-        given = {name: each for name, each in given.items() if name in wanted and _is_readable(each)}
-        texts = in_words({name: each for name, each in settings.items() if name not in given})
+        given = {name: setting for name, setting in settings.items() if isinstance(setting, (jax.Array, np.ndarray))}
+        wanted = {name for name, setting in given.items() if setting.size == 1 or name.endswith(OF_UPDATE)}
+        given = {name: setting for name, setting in given.items() if name in wanted and _is_readable(setting)}
+        texts = in_words({name: setting for name, setting in settings.items() if name not in given})
         beside = Beside(names_of_readable, len(readable), {**texts, **dict.fromkeys(given)})
         return StepReduction(
             self, names, arrays=[*(weights[number] for number in readable), *given.values()], beside=beside
@@ -263,8 +263,8 @@ def _is_readable(array: Any) -> bool:
 
 
 def _names_of(tree: Any, wanted: Callable[[Any], bool]) -> list[str]:
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, leaf in found if wanted(leaf)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, leaf in leaves if wanted(leaf)]
 
 
 class _Watched:
@@ -308,7 +308,7 @@ class _Watched:
 
     def look(self, gradients: Arrays, names: Sequence[str], model: CheckedModel | None, *, last: bool = True) -> None:
         """Look at the first gradients of a step, and at the weights. Collective."""
-        self._named[:] = [(each, None) for each in names]
+        self._named[:] = [(name, None) for name in names]
         with self._checks.looking_at(model):
             if self._checks.compares_settings(self._step):
                 self._checks.look_at_settings()
@@ -317,7 +317,7 @@ class _Watched:
 
     def look_further(self, gradients: Arrays, names: Sequence[str], *, last: bool) -> None:
         """Look at further gradients of a step. Collective."""
-        self._named[:] = [(each, None) for each in names]
+        self._named[:] = [(name, None) for name in names]
         self._checks.require_finite(self._step, gradients)
         self._checks.compare_data(self._step, gradients, more=not last)
 

@@ -40,7 +40,7 @@ _NOT_DENSE: Sequence[tuple[type, str]] = (
 )
 _NO_NUMBERS = tf.string, tf.resource, tf.variant
 _SHAREABLE = frozenset(  # Names of dtypes that DLPack shares.
-    np.dtype(each).name for each in [*np.typecodes["AllInteger"], *"efdFD"]
+    np.dtype(code).name for code in [*np.typecodes["AllInteger"], *"efdFD"]
 )
 
 # ---- errors ----
@@ -101,7 +101,7 @@ def entry(function: _Function) -> _Function:
 
 def tensors_of(values: Sequence[Any]) -> list[tf.Tensor]:
     """Return tensors of what can be one; see `tensor_of`."""
-    return [tensor_of(each, number) for number, each in enumerate(values)]
+    return [tensor_of(value, number) for number, value in enumerate(values)]
 
 
 def tensor_of(value: Any, number: int) -> tf.Tensor:
@@ -116,15 +116,15 @@ def tensor_of(value: Any, number: int) -> tf.Tensor:
     """
     require_dense(value, name_of(value, number))
     try:
-        made = value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
+        tensor = value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
         raise UnsupportedBufferError(f"{name_of(value, number)} is no tensor, and becomes none: {error}") from error
-    if made.dtype in _NO_NUMBERS:
+    if tensor.dtype in _NO_NUMBERS:
         raise UnsupportedBufferError(
-            f"{name_of(value, number)} is of type {made.dtype.name}, which no collective takes: encode strings as "
+            f"{name_of(value, number)} is of type {tensor.dtype.name}, which no collective takes: encode strings as "
             "numbers, or use broadcast_object or allgather_object"
         )
-    return made
+    return tensor
 
 
 def require_dense(value: Any, name: str) -> None:
@@ -174,7 +174,7 @@ def reader_of(variables: Sequence[Any]) -> Callable[[], list[Host | None]]:
 
     Nothing is read before. In a graph of TensorFlow 1 values are those of a session; see `values_when`.
     """
-    return lambda: [np.asarray(each.numpy()) if hasattr(each, "assign") else None for each in variables]
+    return lambda: [np.asarray(variable.numpy()) if hasattr(variable, "assign") else None for variable in variables]
 
 
 def is_of_session() -> bool:
@@ -193,7 +193,7 @@ def values_when(due: Callable[[], bool], variables: Sequence[Any]) -> list[tf.Te
     asked.set_shape([])
     given = tensors_of(variables)
     made = tf.cond(
-        asked, lambda: [tf.identity(each) for each in given], lambda: [tf.zeros([0], each.dtype) for each in given]
+        asked, lambda: [tf.identity(value) for value in given], lambda: [tf.zeros([0], value.dtype) for value in given]
     )
     return list(made) if isinstance(made, (list, tuple)) else [made]
 
@@ -245,11 +245,11 @@ def run(
     """
     if tf.executing_eagerly():
         made = function(list(map(_array, tensors)))
-        return [None if each is None else _tensor(each) for each in made]
+        return [None if result is None else _tensor(result) for result in made]
 
     def call(*arrays: Any) -> list[Any]:
         try:
-            return list(function([np.asarray(each) for each in arrays]))
+            return list(function([np.asarray(array) for array in arrays]))
         except BaseException as error:
             raise RuntimeError(described(_translated(error))) from error
 

@@ -40,7 +40,7 @@ class _VariablesHandler(StateHandler):
 
     def _read(self) -> Any:
         variables = _variables_of(self.value)
-        return [each.numpy() for each in variables] if self._session is None else self._session.run(variables)
+        return [variable.numpy() for variable in variables] if self._session is None else self._session.run(variables)
 
     def _load(self, state: Any) -> None:
         for variable, array in zip(_variables_of(self.value), state, strict=True):
@@ -53,15 +53,15 @@ class _VariablesHandler(StateHandler):
         if self._session is None:
             kept = sums_of_a_rank(self.value) if hasattr(self.value, "apply_gradients") else ()
             own = set(map(id, kept))
-            broadcast_variables([each for each in _variables_of(self.value) if id(each) not in own], 0)
+            broadcast_variables([variable for variable in _variables_of(self.value) if id(variable) not in own], 0)
         else:
             self._session.run(self._broadcast)
 
 
 def _variables_of(value: Any) -> list[Any]:
     """Return the variables of a list, a model or an optimizer; none of anything else."""
-    found = value if isinstance(value, list) else getattr(value, "weights", getattr(value, "variables", ()))
-    return list(found) if all(hasattr(each, "assign") for each in found) else []
+    variables = value if isinstance(value, list) else getattr(value, "weights", getattr(value, "variables", ()))
+    return list(variables) if all(hasattr(variable, "assign") for variable in variables) else []
 
 
 class TensorFlowState(HandlingState):
@@ -76,8 +76,8 @@ class TensorFlowState(HandlingState):
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
         self._session = session or tf.compat.v1.get_default_session()
-        found = tf.compat.v1.global_variables() if variables is None else variables
-        super().__init__(variables=list(found), **kwargs)
+        variables_of_session = tf.compat.v1.global_variables() if variables is None else variables
+        super().__init__(variables=list(variables_of_session), **kwargs)
 
     @property
     def session(self) -> Any:

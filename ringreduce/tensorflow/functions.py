@@ -34,7 +34,7 @@ def broadcast_variables(
     Returns:
         The operation to run in a session; None in eager mode.
     """
-    return tf.group(*(each.assign(value) for each, value in _received(variables, root_rank, process_set)))
+    return tf.group(*(variable.assign(value) for variable, value in _received(variables, root_rank, process_set)))
 
 
 @entry
@@ -43,7 +43,7 @@ def broadcast_(
 ) -> list[Any]:
     """Do what `broadcast_variables` does; return the values as tensors."""
     received = _received(variables, root_rank, process_set)
-    with tf.control_dependencies([each.assign(value) for each, value in received]):
+    with tf.control_dependencies([variable.assign(value) for variable, value in received]):
         return [tf.identity(value) for _, value in received]
 
 
@@ -52,15 +52,15 @@ def _received(variables: Sequence[Any], root_rank: int, process_set: ProcessSet)
     with RequestBuilder("broadcast_parameters", None, process_set):  # The other ranks call it by this name.
         variables = list(variables)
         values = tensors_of(variables)
-        names = [name_of(each, number) for number, each in enumerate(variables)]
+        names = [name_of(variable, number) for number, variable in enumerate(variables)]
 
     def carry_out(arrays: list[Host]) -> list[Host]:
-        copies = [np.array(each) for each in arrays]
+        copies = [np.array(array) for array in arrays]
         broadcast_parameters(HOST, list(zip(names, copies, strict=True)), root_rank=root_rank, process_set=process_set)
         return copies
 
     # Not after other collectives of a graph: a session runs this one alone.
-    specs = [(each.dtype, each.shape) for each in values]
+    specs = [(value.dtype, value.shape) for value in values]
     received = run(carry_out, values, lambda: specs, in_order=False) if variables else []
     return list(zip(variables, received, strict=True))
 

@@ -53,10 +53,10 @@ class LocalGradientAggregationHelper:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalGradientAggregationHelper:
         """Return one with sums of its own, which reduces in the same way."""
-        made = copy.copy(self)
-        made._sums = list(map(np.copy, self._sums))
-        made._local = list(self._local)
-        return made
+        copied = copy.copy(self)
+        copied._sums = list(map(np.copy, self._sums))
+        copied._local = list(self._local)
+        return copied
 
     def register_local_var(self, var: Any) -> None:
         """Let the gradient of a variable stay this rank's own."""
@@ -65,16 +65,16 @@ class LocalGradientAggregationHelper:
     @entry
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         """Return what the passes have given together, reduced over the ranks after the last one. Collective then."""
-        numbers = [number for number, each in enumerate(grads) if each is not None]
-        if not self._sparse_as_dense and any(isinstance(each, tf.IndexedSlices) for each in grads):
+        numbers = [number for number, gradient in enumerate(grads) if gradient is not None]
+        if not self._sparse_as_dense and any(isinstance(gradient, tf.IndexedSlices) for gradient in grads):
             raise ConfigError("sparse gradients of several passes cannot be summed up: use sparse_as_dense=True")
-        given = [tf.convert_to_tensor(grads[n]) for n in numbers]
+        tensors = [tf.convert_to_tensor(grads[n]) for n in numbers]
         variables = [vars[n] for n in numbers]
 
         def specs() -> list[Spec]:
-            return [*((each.dtype, each.shape) for each in given), (tf.bool, [])]
+            return [*((tensor.dtype, tensor.shape) for tensor in tensors), (tf.bool, [])]
 
-        *sums, self._due = run(self._add, given, specs, in_order=False)
+        *sums, self._due = run(self._add, tensors, specs, in_order=False)
         result = list(grads)
         reduced = tf.cond(self._due, lambda: self._reduced(sums, variables), lambda: sums)
         for number, each in zip(numbers, reduced, strict=True):
@@ -88,9 +88,9 @@ class LocalGradientAggregationHelper:
 
     def _reduced(self, sums: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         local = set(map(id, self._local))
-        shared = [number for number, each in enumerate(variables) if id(each) not in local]
+        shared = [number for number, variable in enumerate(variables) if id(variable) not in local]
         factor = 1.0 / self._process_set.size() if self._scale_local else 1.0
-        result = [times(each, factor) for each in sums] if local else list(sums)
+        result = [times(total, factor) for total in sums] if local else list(sums)
         reduced = self._reduce([sums[n] for n in shared], [variables[n] for n in shared]) if shared else ()
         for number, each in zip(shared, reduced, strict=True):
             result[number] = each
@@ -100,8 +100,8 @@ class LocalGradientAggregationHelper:
         if self._made == 0:
             self._sums = list(map(np.array, gradients))
         else:
-            for total, each in zip(self._sums, gradients, strict=True):
-                np.add(total, each, out=total)
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                np.add(total, gradient, out=total)
         self._made = (self._made + 1) % self._passes
-        sums = [np.array(each / self._divisor if self._made == 0 else each, each.dtype) for each in self._sums]
+        sums = [np.array(total / self._divisor if self._made == 0 else total, total.dtype) for total in self._sums]
         return [*sums, np.array(self._made == 0)]

@@ -151,7 +151,7 @@ class GradientReduction(ListReduction):
         """
         made = list(gradients)
         if self._sparse_as_dense:
-            made = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in made]
+            made = [tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in made]
         eager = tf.executing_eagerly()
         dense = []
         sparse = []
@@ -184,7 +184,7 @@ class GradientReduction(ListReduction):
 
     def state_dict(self) -> dict[int, Any]:
         """Return what lossy compression keeps on this rank."""
-        states = [each.training.state_dict() for each in self.known]
+        states = [list_of_gradients.training.state_dict() for list_of_gradients in self.known]
         return {number: state for number, state in enumerate(states) if state}
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
@@ -203,14 +203,14 @@ class GradientReduction(ListReduction):
         if slices and self._op == Adasum:
             raise NotImplementedError("Adasum looks at whole tensors: use sparse_as_dense=True")
         compressor = NoneCompressor if has_reducers(self._compression) else self._compression
-        pairs = [(None, None) if each is None else compressor.compress(each) for each in dense]
-        sent = [each for each, _ in pairs if each is not None]
+        pairs = [(None, None) if gradient is None else compressor.compress(gradient) for gradient in dense]
+        sent = [tensor for tensor, _ in pairs if tensor is not None]
         traced = traced_name(self._kind)
-        names = [name_of(each, number) for number, each in enumerate(variables)]
+        names = [name_of(variable, number) for number, variable in enumerate(variables)]
         read = reader_of(variables)
         if (in_session := is_of_session()) and not self._alone:
             self._process_set.engine.expect_any_order()  # A session's threads may submit in any order.
-        parts = [*(each.values for each in slices), *(each.indices for each in slices)]
+        parts = [*(rows.values for rows in slices), *(rows.indices for rows in slices)]
         counted = [] if samples is None else [tf.convert_to_tensor(samples)]
 
         def carry_out(arrays: list[Host]) -> list[Host]:
@@ -230,9 +230,9 @@ class GradientReduction(ListReduction):
             return [*reduced, *self._gather(sparse, name, weights)]
 
         def specs() -> list[Spec]:
-            gathered = [(each.dtype, any_rows(each)) for each in parts]
+            gathered = [(tensor.dtype, any_rows(tensor)) for tensor in parts]
             added = [(dtype, [None]) for dtype in (tf.int64, tf.float64) for _ in slices]
-            return [*((each.dtype, each.shape) for each in sent), *gathered, *added, *[(tf.float64, [])][: len(slices)]]
+            return [*((part.dtype, part.shape) for part in sent), *gathered, *added, *[(tf.float64, [])][: len(slices)]]
 
         values = values_when(self._compares_weights, variables) if in_session else []
         made = run(carry_out, [*counted, *sent, *parts, *values], specs, in_order=False)
@@ -265,8 +265,8 @@ class GradientReduction(ListReduction):
 
     def _compares_weights(self) -> bool:
         """Return whether some of the next steps compare weights."""
-        reducers = [each.training.reducer for each in self.known]
-        return any(each.checks.compares_weights(each.steps) for each in reducers)
+        reducers = [known_list.training.reducer for known_list in self.known]
+        return any(reducer.checks.compares_weights(reducer.steps) for reducer in reducers)
 
     def _gather(self, parts: list[Host], name: str, weights: Weights | None) -> list[Host]:
         """Gather slices, of which ``parts`` are the values and the indices.
@@ -292,7 +292,7 @@ class GradientReduction(ListReduction):
                 factors = [np.repeat(weights.of_ranks, rows) for rows in parts[-1].T]
             elif self._op is AVERAGE:
                 divisor = self._process_set.size()
-        found = [places_of(each) for each in parts[count : 2 * count]]
+        found = [places_of(index) for index in parts[count : 2 * count]]
         indices, places = zip(*found, strict=True)
         return [*parts[:count], *indices, *places, *factors, np.array(float(divisor))]
 
@@ -303,7 +303,7 @@ class GradientReduction(ListReduction):
         of = _ids(variables)
         key = specs, of
         if key not in self.known:
-            alike = [each for each in self.known.keys if each[1] == of]
+            alike = [key for key in self.known.keys if key[1] == of]
             if len(alike) == _MOST_TRAININGS and not self.staleness:
                 self.known.forget(alike[0])
         make = partial(self._new_training, specs, variables)
@@ -311,14 +311,14 @@ class GradientReduction(ListReduction):
         return training
 
     def _new_training(self, specs: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> ListTraining:
-        parameters = [ArraySpec(*each) for each in specs]
-        by_variable = {id(variable): each for variable, each in zip(variables, parameters, strict=True)}
+        parameters = [ArraySpec(*spec) for spec in specs]
+        by_variable = {id(variable): parameter for variable, parameter in zip(variables, parameters, strict=True)}
         groups = self._groups
         if isinstance(groups, (list, tuple)):
-            groups = [[by_variable[id(each)] for each in group if id(each) in by_variable] for group in groups]
+            groups = [[by_variable[id(var)] for var in group if id(var) in by_variable] for group in groups]
         made = ListTraining(
             self._kind,
-            [(name_of(variables[number], number), each) for number, each in enumerate(parameters)],
+            [(name_of(variables[number], number), parameter) for number, parameter in enumerate(parameters)],
             self._process_set,
             bind=lambda _: HostMemory(self.advice),
             op=self._op,
@@ -339,8 +339,8 @@ class GradientReduction(ListReduction):
         if key not in self._identities:
             first = next(filter(is_variable, variables), None)
             made = self.number, *(() if first is None else made_as(first)), next(numbers)
-            shapes = [str(each.shape) if is_variable(each) else "" for each in variables]
-            arrays = [(name_of(each, n), shape) for n, (each, shape) in enumerate(zip(variables, shapes, strict=True))]
+            shapes = [str(variable.shape) if is_variable(variable) else "" for variable in variables]
+            arrays = [(name_of(var, n), shape) for n, (var, shape) in enumerate(zip(variables, shapes, strict=True))]
             self._identities[key] = identity_of(self._kind, arrays, made)
             if first is not None:
                 with suppress(TypeError):  # An object that cannot be watched stays known.
@@ -366,7 +366,7 @@ def _forget(reduction: Callable[[], GradientReduction | None], key: Any) -> None
 
 def _ids(variables: Sequence[Any]) -> tuple[int, ...]:
     """Return what is equal for the same variables; tensors, new in each step, are told apart by their shapes alone."""
-    return tuple([id(each) if is_variable(each) else 0 for each in variables])
+    return tuple([id(variable) if is_variable(variable) else 0 for variable in variables])
 
 
 def _spec(gradient: Host | None, variable: Any) -> tuple[tuple[int, ...], Any]:
@@ -405,7 +405,7 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
         **options: as for `GradientArguments`.
     """
     lists = options["groups"]
-    listed = tuple(tuple(map(id, each)) for each in lists) if isinstance(lists, (list, tuple)) else lists
+    listed = tuple(tuple(map(id, group)) for group in lists) if isinstance(lists, (list, tuple)) else lists
     key = tuple({**options, "groups": listed, "process_set": id(options["process_set"])}.items())
     if key not in _reductions:  # An equal set may be of an earlier world.
         _reductions[key] = GradientReduction.of("DistributedGradientTape", options)
@@ -432,10 +432,10 @@ def DistributedGradientTape(  # noqa: N802  # used as a class, as in Horovod
         distribution.local.append(source)
 
     def get_local_and_global_gradients(tape: Any, target: Any, sources: Any, *how: Any) -> tuple[list[Any], list[Any]]:
-        found = zip(tf.nest.flatten(sources), tf.nest.flatten(tape.gradient(target, sources, *how)), strict=True)
+        pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(tape.gradient(target, sources, *how)), strict=True)
         both: tuple[list[Any], list[Any]] = [], []
         local = set(map(id, distribution.local))
-        for source, each in found:
+        for source, each in pairs:
             both[id(source) not in local].append(each)
         return both
 
@@ -453,6 +453,6 @@ def PartialDistributedGradientTape(  # noqa: N802
     """Do what `DistributedGradientTape` does, but for the weights of ``local_layers``: a layer of Keras, or several."""
     local = variables_of(local_layers)
     tape = DistributedGradientTape(gradtape, *arguments, **options)
-    for each in local:
-        tape.register_local_source(each)
+    for variable in local:
+        tape.register_local_source(variable)
     return tape

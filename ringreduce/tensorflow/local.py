@@ -68,15 +68,13 @@ class DiLoCo(Replicas):
         with checking():
             _require_eager()
             single = hasattr(variables, "assign") or callable(variables)  # A variable or a model.
-            given: list[Any] = [variables] if single else list(variables)
-            if not all(hasattr(each, "assign") for each in given):
-                raise ConfigError(f"DiLoCo takes variables, got {[type(each).__name__ for each in given]}")
-            known = [(tf.as_dtype(each.dtype).as_numpy_dtype, each) for each in given]
-            self._variables = [each for dtype, each in known if is_averaged(dtype)]
-            specs = [ArraySpec(each.shape, dtype) for dtype, each in known if is_averaged(dtype)]
-            named = [
-                (name_of(each, n), spec) for n, (each, spec) in enumerate(zip(self._variables, specs, strict=True))
-            ]
+            listed: list[Any] = [variables] if single else list(variables)
+            if not all(hasattr(variable, "assign") for variable in listed):
+                raise ConfigError(f"DiLoCo takes variables, got {[type(each).__name__ for each in listed]}")
+            typed = [(tf.as_dtype(variable.dtype).as_numpy_dtype, variable) for variable in listed]
+            self._variables = [variable for dtype, variable in typed if is_averaged(dtype)]
+            specs = [ArraySpec(variable.shape, dtype) for dtype, variable in typed if is_averaged(dtype)]
+            named = [(name_of(var, n), spec) for n, (var, spec) in enumerate(zip(self._variables, specs, strict=True))]
         super().__init__(compression=compression, **options)
         self.bind(named, self._read, self._write)
         self.start()
@@ -115,7 +113,7 @@ class DiLoCo(Replicas):
         super().rejoin()
 
     def _read(self, place: slice) -> Sequence[Any]:
-        return [np.asarray(each.numpy()) for each in self._variables[place]]
+        return [np.asarray(variable.numpy()) for variable in self._variables[place]]
 
     def _write(self, place: slice, arrays: Sequence[Any]) -> None:
         for variable, array in zip(self._variables[place], arrays, strict=True):

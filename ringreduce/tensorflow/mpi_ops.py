@@ -159,7 +159,7 @@ class _Collectives(Differentiable):
 
     def allgather(self, values: _Tensors) -> _Tensors:
         def adjoint(back: Differentiable, grads: _Tensors) -> _Tensors:
-            rows = tf.stack([tf.shape(each)[0] for each in values])
+            rows = tf.stack([tf.shape(value)[0] for value in values])
             counts = _Collectives(_ZEROS, f"rows of {self._name}", self._process_set)
             starts = tf.reduce_sum(counts.allgather([rows[None]])[0][: self._process_set.rank()], 0)
             totals = back.allreduce(grads, self._conventions.gradient_op)
@@ -177,7 +177,7 @@ class _Collectives(Differentiable):
 
         def prepared(prepare: RequestBuilder, arrays: _Tensors) -> Request:
             rows = prepare.row_counts(arrays[0], None if splits is None else arrays[1])
-            return prepare.alltoall(arrays[0], rows, lambda made, counts: [made, np.array(counts, np.int32)])
+            return prepare.alltoall(arrays[0], rows, lambda received, counts: [received, np.array(counts, np.int32)])
 
         def adjoint(back: Differentiable, grads: _Tensors) -> _Tensors:
             assert isinstance(back, _Collectives)
@@ -208,7 +208,7 @@ class _Collectives(Differentiable):
 
         def found_specs() -> Sequence[Spec]:
             elementwise = kind in ("allreduce", "broadcast")
-            return specs or [(each.dtype, each.shape if elementwise else any_rows(each)) for each in values]
+            return specs or [(value.dtype, value.shape if elementwise else any_rows(value)) for value in values]
 
         def recorded(*given: Any) -> Any:
             results = run(carry_out, given, found_specs)
@@ -288,16 +288,16 @@ def grouped_allreduce(
     with RequestBuilder("allreduce", name, process_set):
         chosen = chosen_op(op, average)
         wire = wire_of(compression)
-        slices = [each for each in tensors if isinstance(each, tf.IndexedSlices)]
+        slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
         if slices and (chosen not in (AVERAGE, SUM) or factors != (1.0, 1.0)):
             raise NotImplementedError("tf.IndexedSlices are averaged or summed, and not scaled: make them dense first")
-        dense = [tensor_of(each, n) for n, each in enumerate(tensors) if not isinstance(each, tf.IndexedSlices)]
+        dense = [tensor_of(tensor, n) for n, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
         pairs = list(map(compression.compress, dense))
     gathered = iter(_gather_slices(slices, chosen, name=name, process_set=process_set) if slices else [])
-    sent = [each for each, _ in pairs]
+    sent = [tensor for tensor, _ in pairs]
     reduced = _collectives(name, process_set).allreduce(sent, chosen, *factors, wire) if sent else []
     decompressed = (compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True))
-    return [next(gathered if isinstance(each, tf.IndexedSlices) else decompressed) for each in tensors]
+    return [next(gathered if isinstance(tensor, tf.IndexedSlices) else decompressed) for tensor in tensors]
 
 
 def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set: ProcessSet) -> list[Any]:
@@ -316,7 +316,7 @@ def _gather_slices(slices: Sequence[Any], op: Op, name: str | None, process_set:
         rows = zip(values, found[1::2], map(tf.size, indices), strict=True)
         values = [added_up(each, places, count=count, divisor=size) for each, places, count in rows]
     elif op is AVERAGE:
-        values = [each / tf.cast(size, each.dtype) for each in values]
+        values = [value / tf.cast(size, value.dtype) for value in values]
     return [
         tf.IndexedSlices(*each) for each in zip(values, indices, (each.dense_shape for each in slices), strict=True)
     ]

@@ -24,10 +24,10 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return the number of ranks of a process set, of all ranks if it is 0."""
 
     def ask() -> int:
-        found = PROCESS.here().sets.get(process_set_id)
-        if found is None:
+        process_set = PROCESS.here().sets.get(process_set_id)
+        if process_set is None:
             raise ConfigError(f"there is no process set {process_set_id}")
-        return found.size()
+        return process_set.size()
 
     return asked(ask)
 
@@ -57,7 +57,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     def ask() -> int:
         if not runtime.is_initialized():
             return -1
-        found = PROCESS.here().sets.get(process_set_id)
-        return -2 if found is None else int(found.included())
+        process_set = PROCESS.here().sets.get(process_set_id)
+        return -2 if process_set is None else int(process_set.included())
 
     return asked(ask)

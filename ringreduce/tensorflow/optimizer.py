@@ -121,12 +121,12 @@ def _with_adasum(optimizer: Any, process_set: ProcessSet) -> Any:
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         grads_and_vars = list(grads_and_vars)
         variables = [variable for gradient, variable in grads_and_vars if gradient is not None]
-        before = [tf.identity(each) for each in variables]
+        before = [tf.identity(variable) for variable in variables]
         with tf.control_dependencies(before):
             applied = tf.group(kind.apply_gradients(self, grads_and_vars, *args, **kwargs))
         with tf.control_dependencies([] if applied is None else [applied]):
-            changes = [each.read_value() - old for each, old in zip(variables, before, strict=True)]
+            changes = [variable.read_value() - old for variable, old in zip(variables, before, strict=True)]
         combined = grouped_allreduce(changes, op=Adasum, process_set=process_set)
-        return tf.group(*(each.assign(old + new) for each, old, new in zip(variables, before, combined, strict=True)))
+        return tf.group(*(var.assign(old + new) for var, old, new in zip(variables, before, combined, strict=True)))
 
     return with_methods(optimizer, apply_gradients=entry(apply_gradients))

@@ -116,9 +116,9 @@ def copy_of_tape(tape: Any) -> Any:
 
     Sets ``_recording``; nothing public copies tapes. Without it, the copy's block may not be left.
     """
-    made = copy.copy(tape)
-    made._recording = False
-    return made
+    copied = copy.copy(tape)
+    copied._recording = False
+    return copied
 
 
 # ---- what is there ----
