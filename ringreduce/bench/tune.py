@@ -32,14 +32,13 @@ from ringreduce.bench.measure import (
 from ringreduce.bench.measure import usage as usage_now
 from ringreduce.collectives import VENDOR, Problem, Work
 from ringreduce.collectives.choice.selection import choose
-from ringreduce.collectives.choice.tuning import Candidate, CostModel, MeasuredSize, Table, is_ours, work
+from ringreduce.collectives.choice.tuning import Candidate, CostModel, Key, MeasuredSize, Table, is_ours, work
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.pickles import gather
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import format_nbytes, format_seconds
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.common.topology import Topology
-from ringreduce.runtime.worlds import tuning_key
 
 Array = npt.NDArray[Any]
 
@@ -239,7 +238,12 @@ class _Tuning:
             MeasuredSize(nbytes, tuple(starmap(Candidate.of_times, times.items())))
             for nbytes, times in self._times.items()
         )
-        return Table(tuning_key(self.communicator), self._model, rows=tuple(rows), busy_cores=busy_cores)
+        return Table(
+            Key(self.communicator.topology, self.communicator.library),
+            self._model,
+            rows=tuple(rows),
+            busy_cores=busy_cores,
+        )
 
     def _probe(self, nbytes: int) -> None:
         self._time(self._probes, nbytes, names=self._names, iterations=_PROBES)

@@ -17,6 +17,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import ringreduce
+from ringreduce.collectives.choice.tuning import Key
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import MismatchError, RingReduceError
 from ringreduce.common.launch import launch
@@ -24,7 +25,6 @@ from ringreduce.common.quantities import plural
 from ringreduce.doctor.bindings import Binding, ask
 from ringreduce.doctor.facts import Facts, WorldFacts, collect, stranger
 from ringreduce.doctor.findings import LEVELS, Finding, by_rank, examine
-from ringreduce.runtime.worlds import tuning_key
 
 _HEARD_S = 0.2  # between two signs of life of rank 0
 
@@ -75,7 +75,7 @@ def _start_world() -> WorldFacts:
     said += [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
     here = ringreduce.world()
     config = ringreduce.config()
-    table = Path(config.tuning) / tuning_key(here).file_name if config.tuning else None
+    table = Path(config.tuning) / Key(here.topology, here.library).file_name if config.tuning else None
     return WorldFacts(
         nodes=here.hosts.nodes,
         shared=here.topology == here.hosts,

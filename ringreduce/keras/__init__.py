@@ -25,6 +25,17 @@ from ringreduce.keras.functions import (
     reducescatter,
 )
 from ringreduce.keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringreduce.runtime.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
@@ -45,17 +56,6 @@ from ringreduce.runtime.world_names import (
     stop_timeline,
 )
 from ringreduce.training.calls.averages import weighted_average
-from ringreduce.training.calls.built import (
-    ccl_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from ringreduce.training.calls.handles import join
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum

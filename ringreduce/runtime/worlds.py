@@ -414,7 +414,7 @@ class OwnWorld(World):
             return
         text = ""
         if self.rank == 0 and self.config.tuning is not None:
-            key = tuning_key(self.communicator)
+            key = Key(self.communicator.topology, self.communicator.library)
             path = Path(self.config.tuning) / key.file_name
             try:
                 # Unlike this, Path.exists raises where the folder may not be looked into.
@@ -501,7 +501,7 @@ def _log_choices(world: OwnWorld, *, is_sealed: bool) -> None:
         between += " (sealed)"
     ranks = f"{world.hosts.describe()}, started by {'no launcher' if launcher is None else launcher.name}"
     _log.info("%s; %s within nodes, %s between them", ranks, shares, between)
-    standard = Config(launched_size=world.config.launched_size, tuning=world.config.tuning)
+    standard = Config(launched_size=world.config.launched_size, tuning=world.config.tuning, caches=world.config.caches)
     settings = {field.name: getattr(world.config, field.name) for field in fields(Config)}
     changed = [f"{name}={value}" for name, value in settings.items() if value != getattr(standard, name)]
     _log.info("settings: %s", ", ".join(changed) or "as they come")
@@ -512,11 +512,6 @@ def _abandon(parts: Membership, error: CollectiveError) -> None:
     parts.engine.fail(error)
     with suppress(RingReduceError):
         parts.close()
-
-
-def tuning_key(communicator: Communicator) -> Key:
-    """Return what a tuning table of these ranks is valid for."""
-    return Key(communicator.topology, communicator.library, VERSION)
 
 
 def _as_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:

@@ -18,6 +18,17 @@ require_framework("tensorflow", __name__)
 # ruff: noqa: E402  # what follows imports TensorFlow
 import tensorflow
 
+from ringreduce.runtime.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
@@ -82,17 +93,6 @@ from ringreduce.tensorflow.mpi_ops import (
 from ringreduce.tensorflow.optimizer import DistributedOptimizer
 from ringreduce.tensorflow.sync_batch_norm import SyncBatchNormalization
 from ringreduce.training.calls.averages import weighted_average
-from ringreduce.training.calls.built import (
-    ccl_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.requests import barrier
 from ringreduce.training.data.resumable import ResumableLoader

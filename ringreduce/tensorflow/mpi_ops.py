@@ -29,6 +29,17 @@ from ringreduce import runtime
 from ringreduce.common.errors import CollectiveError as HorovodInternalError
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import AVERAGE, SUM
+from ringreduce.runtime.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
@@ -65,17 +76,6 @@ from ringreduce.tensorflow.numbers import asked, local_rank_op, local_size_op, p
 from ringreduce.tensorflow.slices import added_up, places_of, times
 from ringreduce.training.binding.host import HostArrays
 from ringreduce.training.calls import handles
-from ringreduce.training.calls.built import (
-    ccl_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from ringreduce.training.calls.differentiable import Differentiable
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.requests import Request, RequestBuilder, barrier

@@ -31,6 +31,17 @@ from ringreduce.collectives import Collective
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import CollectiveError as HorovodInternalError
 from ringreduce.runtime import set_conventions
+from ringreduce.runtime.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from ringreduce.runtime.world_names import (
     ProcessSet,
     add_process_set,
@@ -102,17 +113,6 @@ from ringreduce.torch.split_updates import SplitUpdates
 from ringreduce.torch.sync_batch_norm import SyncBatchNorm
 from ringreduce.torch.uncompiled import leave_uncompiled
 from ringreduce.training.calls.averages import weighted_average
-from ringreduce.training.calls.built import (
-    ccl_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from ringreduce.training.calls.handles import Handle, join, poll, synchronize
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum

@@ -27,11 +27,11 @@ def test_a_job_goes_on_without_a_table_that_is_refused(run_job: Callable[..., An
         from pathlib import Path
         import numpy as np
         import ringreduce as rr
-        from ringreduce.runtime.worlds import tuning_key
+        from ringreduce.collectives.choice.tuning import Key
         rr.init()
         for number, make in enumerate({REFUSED!r}):
             folder = Path({str(tmp_path)!r}, str(number))
-            path = folder / tuning_key(rr.world()).file_name
+            path = folder / Key(rr.world().topology, rr.world().library).file_name
             os.environ["RINGREDUCE_TUNING"] = str(folder)
             if rr.rank() == 0:
                 folder.mkdir()

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from ringreduce import algorithms
 from ringreduce.algorithms import Collective
 from ringreduce.collectives.call import Problem, Work, path_for
+from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import read_file, replace_file
 from ringreduce.common.quantities import format_seconds
@@ -120,7 +121,7 @@ class Key:
 
     topology: Topology
     library: str
-    version: str
+    version: str = VERSION
     device: str = "cpu"
 
     @property

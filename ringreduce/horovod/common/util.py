@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ringreduce.horovod.common.exceptions import HorovodVersionMismatchError as HorovodVersionMismatchError
 from ringreduce.horovod.common.exceptions import get_version_mismatch_message as get_version_mismatch_message
-from ringreduce.training.calls import built
+from ringreduce.runtime import built
 
 _T = TypeVar("_T")
 
