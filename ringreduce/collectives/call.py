@@ -16,7 +16,8 @@ from ringreduce.algorithms import Collective, find, schedule_for
 from ringreduce.buffers import DTYPES, DType, wider
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, Signature
+from ringreduce.transport.shared.board import Signature
+from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES
 
 #: The algorithm name that asks for sums in the order of ranks. Several algorithms add in this order; all give the same
 #: bits, whatever the nodes of the ranks, the size, fusion and segments.

@@ -39,7 +39,7 @@ class CommState:
 
     Attributes:
         lifetime: of the communicator.
-        calls: counts the calls that this rank has begun, as its ``number``.
+        calls: counts the calls that this rank has begun, as its ``number``, which is ``counters[0]``.
         quiet: the context in which calls run. It can be entered only once at a time, and so keeps calls apart.
     """
 
@@ -69,7 +69,7 @@ class CommState:
             raise
 
     def _carry_out(self, collective: str, carry_out: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        self._behind = self.calls.number
+        self._behind = self.calls.counters[0]
         try:
             return carry_out(*arguments)
         except Exception as error:

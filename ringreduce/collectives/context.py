@@ -34,6 +34,7 @@ from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared.arena import Arena, Block
 from ringreduce.transport.shared.board import Board, Signature
+from ringreduce.transport.shared.compiled import CompiledCalls
 from ringreduce.transport.shared.direct import INNER_NBYTES
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
@@ -159,6 +160,14 @@ class Context:
         if kernels is None:
             kernels = self.scratch.kernels[key] = kernels_for(dtype, op, self.topology.size)
         return kernels
+
+    def compiled(self, task: Task) -> CompiledCalls | None:
+        """Return the compiled calls for a task; None: NumPy's path is to be used."""
+        library = self.node.library
+        if library is None or task.kind.weights:
+            return None
+        kernel = library.kernels.get((task.dtype.name, task.op.value))
+        return None if kernel is None else CompiledCalls(library, kernel)
 
     def link(self, signature: Signature) -> Link:
         """Return how this rank sends, waits and reports in a call.

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, MutableMapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Config:
 
     Attributes:
         segment_nbytes: the most bytes of a block that travel at once, so that transfers overlap.
+        caches: the folder for what is kept from job to job; None: there is none.
         launched_size: how many ranks the launcher says it started; None: there was no launcher.
     """
 
@@ -109,6 +110,9 @@ class Config:
     results_nbytes: int | None = setting("RINGREDUCE_RESULTS_BYTES", or_zero(parse_nbytes, 0), None,
         "the shared memory that the new arrays of collectives may take together, as `2G`; 0: they are private",
         unset="a quarter of the machine's memory, divided by the ranks of the node")
+    native: bool = setting("RINGREDUCE_NATIVE", switch, False,
+        "1: allreduces between ranks of a node run as machine code, which Numba makes once a machine (`pip install "
+        "numba`): the same bits, in less time. Without it, NumPy adds", may_differ=True)
     segment_nbytes: int = 256 << 10
     # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
     fusion_nbytes: int = setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20,
@@ -209,6 +213,7 @@ class Config:
     standalone: bool = setting("RINGREDUCE_STANDALONE", switch, False,
         "1: this process is a world of one rank, although a rank or a launcher has started it")
     # fmt: on
+    caches: str | None = field(default=None, compare=False)
     launched_size: int | None = None
 
     @classmethod
@@ -230,9 +235,10 @@ class Config:
         for name, parse in _LAUNCHED.items():
             if environ.get(name):
                 Setting(parse).read(name, environ[name], shown=environ[name])
-        standard = cls(conventions=conventions, tuning=_caches(environ))
+        caches = _caches(environ)
+        standard = cls(conventions=conventions, tuning=caches)
         read = {name: _read(environ, row, getattr(standard, name)) for name, _, row in rows(cls)}
-        return cls(**read, launched_size=Launch.from_environ(environ).size)
+        return cls(**read, caches=caches, launched_size=Launch.from_environ(environ).size)
 
 
 Config.__doc__ = described(Config)

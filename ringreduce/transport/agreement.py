@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from ringreduce.common.call_sites import AbortReason, CallSite, disagreement
 from ringreduce.common.errors import TransportError, during
+from ringreduce.native.layout import CALLS
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.waiting import Waiter
 
@@ -38,7 +39,7 @@ class Agreement:
         called: says what this rank calls, and where.
 
     Attributes:
-        number: of the call that this rank is in, or was in last.
+        counters: the number of the call that this rank is in, or was in last.
         patience_s: how long a rank waits in a call, in seconds, before it announces what it waits in.
     """
 
@@ -47,7 +48,7 @@ class Agreement:
         self._waiter = waiter
         self._called = called
         self.patience_s = _PATIENCE_S
-        self.number = 0
+        self.counters = [0]
         self._settled_up_to = 0  # Notes about calls up to this one are old.
         self._known: set[str] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
@@ -103,9 +104,14 @@ class Agreement:
         asked = self.number in self._announced
         return self._missing() if asked and len(self._received[self.number]) < self._messages.size else ""
 
+    @property
+    def number(self) -> int:
+        """Of the call that this rank is in, or was in last."""
+        return self.counters[CALLS]
+
     def resume(self, number: int) -> None:
         """Go on after a call of this number, which a mismatch has ended on all ranks."""
-        self.number = self._settled_up_to = number
+        self.counters[CALLS] = self._settled_up_to = number
         self._received = {
             call: received for call, received in self._received.items() if call > number
         }  # A peer may be there.
@@ -130,15 +136,15 @@ class Agreement:
         self._post({"detached_after": self.number, "why": why})
 
     def _begin(self, signature: str) -> None:
-        self.number += 1
-        self._mine[self.number] = signature
+        self.counters[CALLS] += 1
+        self._mine[self.counters[CALLS]] = signature
         self._waits_since = None
         if len(self._mine) > _REMEMBERED:
             self._mine.popitem(last=False)
 
     def _settled(self) -> bool:
         self._listen()
-        return len(self._received.get(self.number, ())) == self._messages.size
+        return len(self._received.get(self.counters[CALLS], ())) == self._messages.size
 
     def _missing(self) -> str:
         received = self._received.get(self.number, {})

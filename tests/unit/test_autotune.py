@@ -18,7 +18,7 @@ from ringreduce.collectives.choice.tuning import Candidate, CostModel, Key, Meas
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import format_seconds
 from ringreduce.common.topology import Topology
-from ringreduce.transport.shared.board import MAILBOX_NBYTES
+from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES
 
 NODE, FLAT, GRID, UNEVEN = (
     Topology.uniform(1, 4),

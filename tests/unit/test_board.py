@@ -14,7 +14,8 @@ from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, Tran
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.shared.arena import Arena, place_in
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, NOWHERE, Board, Signature, signature_hash
+from ringreduce.transport.shared.board import NOWHERE, Board, Signature, allocate_part, signature_hash
+from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES
 from ringreduce.transport.waiting import Waiter
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ def on_boards(
         segments.dead = dead
         arenas.append(Arena(segments))
         waiters.append(Waiter(timeout_s, crowded=True))
-    places = [Board.allocate(arena) for arena in arenas]
+    places = [allocate_part(arena) for arena in arenas]
     boards = [
         Board(arena, members, places, member, waiter)
         for arena, member, waiter in zip(arenas, members, waiters, strict=True)
@@ -82,7 +83,7 @@ def test_mailboxes_alternate(size: int) -> None:
     """A rank may fill its mailbox for the next call while others still read: the two calls' boxes are different."""
 
     def swap(board: Board) -> None:
-        boxes = [board.mailboxes(parity, np.dtype(np.int64), (3,)) for parity in (0, 1)]
+        boxes = [board.memory.mailboxes(parity, np.dtype(np.int64), (3,)) for parity in (0, 1)]
         parities = []
         for turn in range(40):
             boxes[(board.number + 1) & 1][board.index][:] = 100 * turn + board.index
@@ -99,8 +100,10 @@ def test_areas_of_the_board_do_not_overlap() -> None:
     """Mailboxes and stages of full size lie apart from each other and from the flags."""
 
     def fill(board: Board) -> None:
-        areas = [board.mailboxes(parity, np.dtype(np.uint8), (MAILBOX_NBYTES,))[board.index] for parity in (0, 1)]
-        areas += [each[board.index] for each in board.stages(np.dtype(np.uint8))]
+        areas = [
+            board.memory.mailboxes(parity, np.dtype(np.uint8), (MAILBOX_NBYTES,))[board.index] for parity in (0, 1)
+        ]
+        areas += [each[board.index] for each in board.memory.stages(np.dtype(np.uint8))]
         for number, area in enumerate(areas):
             area[:] = number + 1
         arrive(board, "call")
@@ -173,7 +176,7 @@ def test_a_member_that_left_says_why_however_long_that_is() -> None:
 
     def call(board: Board) -> object:
         arrive(board, "data")
-        mailboxes = board.mailboxes(0, np.dtype(np.uint8), (MAILBOX_NBYTES,))
+        mailboxes = board.memory.mailboxes(0, np.dtype(np.uint8), (MAILBOX_NBYTES,))
         if board.index == 1:
             mailboxes[1][:] = 7
             board.detach(AbortReason('"é\\' * 100_000))
@@ -204,7 +207,7 @@ def test_who_stops_waiting_at_a_barrier_has_not_come() -> None:
     def call(board: Board) -> object:
         arrive(board, "sum")
         if board.index == 0:
-            board._waiter.timeout_s = 0.01
+            board.waiter.timeout_s = 0.01
             error = caught(board.barrier, "sum")
             board.detach(AbortReason("it waited for too long"))
             given_up.set()
@@ -251,7 +254,7 @@ def test_counting_on_together_after_a_call_that_not_all_came_to() -> None:
             board.barrier("together")
 
     def both(board: Board) -> None:
-        waiter = board._waiter
+        waiter = board.waiter
         waiter.timeout_s = 0.01 if board.index == 0 else 20.0
         assert call(board)
         waiter.timeout_s = 20.0

@@ -16,7 +16,7 @@ from ringreduce.engine import Engine, Reduction
 from ringreduce.testing import run_engines, run_process_sets, run_ranks
 from ringreduce.testing.toy import Toy
 from ringreduce.transport import waiting
-from ringreduce.transport.shared.board import TURNS
+from ringreduce.transport.shared.board_memory import TURNS
 
 #: By the ranks of a node: the most function calls of rank 0 in an allreduce of 256 KiB in private memory, in place; the
 #: first one, the same again, and one of another array of the same kind.

@@ -306,7 +306,7 @@ def test_a_shared_buffer_is_reduced_where_it_lies() -> None:
 
     def check(communicator: rr.Communicator) -> None:
         count = 50_000
-        stages = communicator._context.board.stages(np.dtype(np.uint8))
+        stages = communicator._context.board.memory.stages(np.dtype(np.uint8))
         for areas in stages:
             areas[communicator._context.board.index][:] = 0
         communicator.barrier()

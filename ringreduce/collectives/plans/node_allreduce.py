@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ringreduce.buffers import Array, Call, Operand, copying, unowned
 from ringreduce.buffers.kernels import Kernels
@@ -23,9 +23,13 @@ from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.plans.bound import BlockMemory
+from ringreduce.collectives.plans.compiled_mailed import CompiledMailed
+from ringreduce.collectives.plans.through_board import OnArrays, Staged
 from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, STAGE_NBYTES, TURNS, Signature
+from ringreduce.transport.shared.board import Signature
+from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES, STAGE_NBYTES, TURNS
+from ringreduce.transport.shared.compiled import TwoShotCall
 
 #: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
 _STAGED_NBYTES = 256 << 10
@@ -43,8 +47,20 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
     code = task.signature.code
     count = source.view.size
     nbytes = target.nbytes
+
+    def compiled(plan: BoundCall) -> BoundCall:
+        calls = context.compiled(task)
+        if calls is None:
+            return plan
+        return CompiledMailed(context.instruments, plan, calls.mailed(context.board, task.signature, nbytes))
+
     if task.choice.path is Path.ONE_SHOT:
-        return plans.get(("one_shot", code), lambda: OneShot(context, task, count))
+
+        def one_shot() -> BoundCall:
+            plan = OneShot(context, task, count)
+            return plan if context.node.library is None else compiled(plan)
+
+        return plans.get(("one_shot", code), one_shot)
 
     is_pair = len(context.board.members) == 2
 
@@ -52,20 +68,25 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
         kind = MailedPair if is_pair and nbytes <= MAILBOX_NBYTES else StagedTwoShot
         return plans.get(("staged", code), lambda: kind(context, task, count))
 
+    def staged_or_compiled() -> BoundCall:
+        plan = staged()
+        return plans.get(("mailed", code), lambda: compiled(plan)) if isinstance(plan, MailedPair) else plan
+
+    through_board = staged if context.node.library is None else staged_or_compiled
     in_place = source.address == target.address
     if nbytes <= _STAGED_NBYTES:
         reads_private = arena.locate(source.address, nbytes) == NOWHERE
         stores_private = reads_private if in_place else arena.locate(target.address, nbytes) == NOWHERE
         if reads_private and stores_private:
-            return staged()
+            return through_board()
         if is_pair and nbytes <= _HALF_MAILED_NBYTES and (reads_private or stores_private):
-            return staged()
+            return through_board()
 
     def make() -> BoundCall:
         taken = arena.place(target.address, nbytes)
         source_place = taken if in_place else arena.place(source.address, nbytes)
         if NOWHERE in (source_place, taken):
-            return staged()
+            return through_board()
         return TwoShot(context, task, source, target=target, places=(source_place, taken), staged=staged)
 
     return plans.get(("two_shot", code, source.address, target.address), make)
@@ -95,7 +116,7 @@ class OneShot(BoundCall):
         view = source.view
 
         def run(target: Array) -> None:
-            number = board.number + 1
+            number = board.counters[0] + 1  # A property would be a call.
             mine, reduce = turns[number % TURNS] or bind(number)
             mine[...] = view
             board.enter(entry)
@@ -110,7 +131,7 @@ class OneShot(BoundCall):
 
     def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
         """Return this rank's mailbox in the call of this number, and what reduces all."""
-        boxes = self._board.mailboxes(number, self._dtype, (self._count,))
+        boxes = self._board.memory.mailboxes(number, self._dtype, (self._count,))
         turn = boxes[self._board.index], self._kernels.combine(boxes)
         self._turns[number % TURNS] = turn
         return turn
@@ -134,16 +155,6 @@ class _Piece(NamedTuple):
     taken: list[tuple[slice, Array]]
 
 
-class _OnArrays(Protocol):
-    """An allreduce through memory of the board, bound to the arrays of this rank."""
-
-    def copy_in(self, number: int) -> None:
-        """Copy what the other ranks read first, in the call of this number; may come before the rendezvous."""
-
-    def run(self) -> None:
-        """Reduce, once every rank has called `copy_in`."""
-
-
 class _ThroughBoard(BoundCall):
     """The allreduce of so many elements in any private memory, through memory of the board."""
 
@@ -155,7 +166,7 @@ class _ThroughBoard(BoundCall):
         self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
 
     @abstractmethod
-    def bind(self, source: Array, target: Array) -> _OnArrays:
+    def bind(self, source: Array, target: Array) -> OnArrays:
         """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
 
     def _meet(self) -> None:
@@ -189,7 +200,7 @@ class MailedPair(_ThroughBoard):
         meet = self._meet
 
         def run(target: Array) -> None:
-            mailed.copy_in(board.number + 1)
+            mailed.copy_in(board.counters[0] + 1)
             meet()
             mailed.reduce(target)
 
@@ -197,7 +208,7 @@ class MailedPair(_ThroughBoard):
         self._address = source.address
         return run
 
-    def bind(self, source: Array, target: Array) -> _OnArrays:
+    def bind(self, source: Array, target: Array) -> OnArrays:
         return _Mailed(self._context, self._kernels, source, target=target)
 
     def close(self) -> None:
@@ -230,7 +241,7 @@ class _Mailed:
 
     def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
         """Return this rank's mailbox in the call of this number, and what reduces its array and the other's mailbox."""
-        terms = self._board.mailboxes(number, self._source.dtype, self._source.shape)
+        terms = self._board.memory.mailboxes(number, self._source.dtype, self._source.shape)
         index = self._board.index
         box = terms[index]
         terms[index] = self._source
@@ -245,12 +256,12 @@ class StagedTwoShot(_ThroughBoard):
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task)
         self._where = -1, -1
-        self._last: _OnArrays | None = None  # Bound to the arrays at the last addresses.
+        self._last: OnArrays | None = None  # Bound to the arrays at the last addresses.
         board = context.board
         self._pieces = []
         dtype = task.dtype.storage
         me = board.index
-        areas = board.stages(dtype)
+        areas = board.memory.stages(dtype)
         length = _PIECE_NBYTES // dtype.itemsize
         for number, start in enumerate(range(0, count, length)):
             incoming = areas[number % 2]
@@ -277,11 +288,11 @@ class StagedTwoShot(_ThroughBoard):
             given = into if source.address == target.address else unowned(source.view, source.address)
             last = self._last = self.bind(given, into)
             self._where = where
-        last.copy_in(self._board.number + 1)
+        last.copy_in(self._board.counters[0] + 1)
         self._meet()
         last.run()
 
-    def bind(self, source: Array, target: Array) -> _OnArrays:
+    def bind(self, source: Array, target: Array) -> OnArrays:
         me = self._board.index
         stages: list[list[Call]] = []
         rounds: list[tuple[list[Call], list[Call]]] = []
@@ -294,56 +305,10 @@ class StagedTwoShot(_ThroughBoard):
                 reduces = [partial(self._kernels.combine(terms), piece.result)]
                 reduces.append(copying(target[piece.mine], piece.result))
             rounds.append((reduces, [copying(target[part], result) for part, result in piece.taken]))
-        return _Staged(self._context, self._signature.text, stages, rounds=rounds)
+        return Staged(self._board, self._instruments, self._signature.text, stages=stages, rounds=rounds)
 
     def close(self) -> None:
         self._last = None
-
-
-class _Staged:
-    """The two-shot through staging areas, bound to the arrays of this rank.
-
-    In turn k every rank reduces its slice of piece k from all staging areas, and copies what the others own of piece
-    k + 1 into its own; then, after the barrier, it copies the others' results for piece k out. Two areas for each
-    direction are enough: nobody is more than one barrier ahead.
-
-    Args:
-        context: the ranks.
-        text: of the signature.
-        stages: by piece, what copies in what the other ranks own.
-        rounds: by piece, what reduces this rank's slice, and what fetches the others'.
-    """
-
-    def __init__(
-        self, context: Context, text: str, stages: list[list[Call]], rounds: list[tuple[list[Call], list[Call]]]
-    ) -> None:
-        self._board = context.board
-        self._instruments = context.instruments
-        self._text = text
-        self._rounds = rounds
-        self._first = stages[0] if stages else []
-        self._later = [*stages[1:], []]
-
-    def copy_in(self, number: int) -> None:
-        for call in self._first:
-            call()
-
-    def run(self) -> None:
-        observed = self._instruments.observers
-        for number, (reduces, fetches) in enumerate(self._rounds):
-            for call in reduces:
-                call()
-            for call in self._later[number]:
-                call()
-            if observed:
-                self._instruments.step(f"reduce piece {number + 1}, stage the next")
-            self._board.barrier(self._text)
-            if observed:
-                self._instruments.step("barrier")
-            for call in fetches:
-                call()
-            if observed:
-                self._instruments.step(f"fetch piece {number + 1}")
 
 
 class TwoShot(NodePlan):
@@ -367,16 +332,23 @@ class TwoShot(NodePlan):
         self._target = self._source if target.address == source.address else unowned(target.view, target.address)
         given, taken = places
         self._entry = Signature(self._text, task.signature.code, source=given, target=taken)
+        self._compiled: TwoShotCall | None = None  # Bound for the others' places in the last call.
         self._others: list[int] = []  # Places of the others in the last call.
-        self._last: list[Call] | _OnArrays = []  # The steps that are bound to these.
+        self._last: list[Call] | OnArrays = []  # The steps that are bound to these.
 
     def run(self, source: Operand, place: Place) -> None:
         board = self._board
         observed = self._instruments.observers
-        others = board.enter(self._entry)
+        if self._compiled is None or observed:
+            others = board.enter(self._entry)
+        elif self._compiled.run():
+            return
+        else:
+            others = board.others()
         if others != self._others:
             self._last = self._bind((*others,))
             self._others = others
+            self._compiled = None if self._context.node.library is None else self._compile(others)
         if observed:
             self._instruments.step("rendezvous")
         if not isinstance(self._last, list):
@@ -392,33 +364,42 @@ class TwoShot(NodePlan):
         if observed:
             self._instruments.step("barrier")
 
-    def _bind(self, others: tuple[int, ...]) -> list[Call] | _OnArrays:
+    def _bind(self, others: tuple[int, ...]) -> list[Call] | OnArrays:
         """Return what to do for arrays of the other ranks at these places."""
-        steps: list[Call] | _OnArrays | None = self._bound.get(others)
+        steps: list[Call] | OnArrays | None = self._bound.get(others)
         if steps is None:
             staged = NOWHERE in others
             steps = self._find_staged().bind(self._source, self._target) if staged else self._bind_memory(others)
             self._keep(others, steps)
         return steps
 
+    def _compile(self, others: list[int]) -> TwoShotCall | None:
+        """Return a compiled call; None: there is none, or an array is in memory that not all ranks can touch."""
+        calls = self._context.compiled(self._task)
+        if calls is None or min(self._entry.source, self._entry.target, *others) < 0:
+            return None
+        sources, targets = self._arrays((*others,))
+        return calls.two_shot(self._board, self._entry, sources, targets, others)
+
+    def _arrays(self, others: tuple[int, ...]) -> list[dict[int, Any]]:
+        """Return the inputs, and the results, of all ranks of the node."""
+        target = self._target
+        board = self._board
+        arrays: list[dict[int, Any]] = [{self._context.rank: self._source}, {self._context.rank: target}]
+        for number, peer in enumerate(board.peers):
+            present = partial(board.require_present, number, self._text)
+            for index, each in enumerate(arrays):
+                place = others[2 * number + index]
+                each[peer] = self._context.arena.at(peer, place, target.dtype, count=target.size, present=present)
+        return arrays
+
     def _bind_memory(self, others: tuple[int, ...]) -> list[Call]:
         context = self._context
         source = self._source
         target = self._target
-        board = self._board
-        sources, targets = (
-            {
-                peer: context.arena.at(
-                    peer,
-                    others[2 * number + index],
-                    target.dtype,
-                    count=target.size,
-                    present=partial(board.require_present, number, self._text),
-                )
-                for number, peer in enumerate(board.peers)
-            }
-            for index in (0, 1)
-        )
+        sources, targets = self._arrays(others)
+        for each in (sources, targets):
+            del each[context.rank]
         in_place = self._entry.source == self._entry.target and others[::2] == others[1::2]
         memory = BlockMemory(
             source,
@@ -434,3 +415,4 @@ class TwoShot(NodePlan):
     def close(self) -> None:
         super().close()
         self._others = []
+        self._compiled = None

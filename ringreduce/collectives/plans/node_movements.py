@@ -21,7 +21,8 @@ from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
 from ringreduce.common.partition import Partition, Segment
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
-from ringreduce.transport.shared.board import MAILBOX_NBYTES, TURNS, Signature
+from ringreduce.transport.shared.board import Signature
+from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES, TURNS
 from ringreduce.transport.shared.private import PrivateMemory
 
 #: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
@@ -215,7 +216,7 @@ class _Loads(NodePlan):
         turn = number % TURNS
         copies = self._copies[turn]
         if copies is None:
-            box = self._board.mailboxes(number, self._source.dtype, self._source.shape)[self._board.index]
+            box = self._board.memory.mailboxes(number, self._source.dtype, self._source.shape)[self._board.index]
             copies = self._copies[turn] = [copying(box[part], self._source[part]) for part in self._mailed]
         for copy in copies:
             copy()
@@ -294,7 +295,7 @@ class _Loads(NodePlan):
                 size = layout.peers[peer][0]
                 place = others[self._stride * number]
                 if place == MAILED:
-                    boxes = board.mailboxes(board.number, source.dtype, (size,))
+                    boxes = board.memory.mailboxes(board.number, source.dtype, (size,))
                     peers[peer] = boxes[board.members.index(peer)]
                 else:
                     peers[peer] = context.arena.at(peer, place, source.dtype, count=size)

@@ -15,9 +15,11 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import TransportError
 from ringreduce.common.processes import pid_namespace
 from ringreduce.common.topology import Topology
+from ringreduce.native.cache import library
+from ringreduce.native.library import Library
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.shared.arena import Arena, Block, memory_nbytes
-from ringreduce.transport.shared.board import Board
+from ringreduce.transport.shared.board import Board, allocate_part
 from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.shared.segments import PrivateSegments, Segments
 from ringreduce.transport.waiting import Waiter
@@ -38,12 +40,14 @@ class Node:
         hosts: of all ranks: a node is a machine. The same, unless memory cannot be shared.
         arena: where communication buffers come from; peers of the node can map them.
         board: of the ranks of the node.
+        library: the compiled loops; None: NumPy's path is to be used.
     """
 
     topology: Topology
     hosts: Topology
     arena: Arena
     board: Board
+    library: Library | None = None
 
 
 def join(
@@ -91,12 +95,13 @@ def join(
         topology = Topology.from_hosts(range(messages.size))
         members = (messages.rank,)
         arena = Arena(PrivateSegments(), results_nbytes)
-        places = [Board.allocate(arena)]
+        places = [allocate_part(arena)]
     else:
         arena.copies_private = config.private_memory and copies_private()
     board = Board(arena, members, places, rank=messages.rank, waiter=waiter)
-    messages.exchange(b"")  # Nobody may flag before everyone looks.
-    return Node(topology, hosts, arena, board=board)
+    messages.exchange(b"")  # nobody may flag before everyone looks
+    compiled = library(config.caches) if config.native and len(members) > 1 else None
+    return Node(topology, hosts, arena, board=board, library=compiled)
 
 
 def _share(
@@ -126,7 +131,7 @@ def _share(
     def make() -> tuple[int, Block]:
         if why_not:
             raise TransportError(why_not)
-        board = Board.allocate(arena)
+        board = allocate_part(arena)
         block = arena.allocate(_SECRET_NBYTES)
         block.memory[:_SECRET_NBYTES] = secret
         return board, block

@@ -1,0 +1,96 @@
+"""The compiled loops of this machine: made once, and kept in a folder of this user's, as what is loaded is code."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from ringreduce.common.errors import ConfigError
+from ringreduce.common.files import own_folder, read_file
+from ringreduce.native.library import Library, load, processor
+
+_log = logging.getLogger(__name__)
+
+_MOST_NBYTES = 16 << 20
+_MAKING_S = 120.0
+
+
+@cache
+def library(folder: str | None) -> Library | None:
+    """Return the compiled functions of this machine, made if need be; None: there is no Numba, or no folder.
+
+    Args:
+        folder: of the user's caches; None: there is none.
+    """
+    if folder is None or find_spec("llvmlite") is None:
+        return None
+    place = Path(folder, "native")
+    try:
+        own_folder(place)
+        path = place / f"{_name()}.o"
+        if not path.exists():
+            if find_spec("numba") is None:
+                return None
+            _make(path)
+        return load(read_file(path, most_nbytes=_MOST_NBYTES, ours=True))
+    except (OSError, ConfigError, RuntimeError, subprocess.SubprocessError) as error:
+        _log.info("NumPy adds and copies, as the compiled loops cannot be loaded: %s", error)
+        return None
+
+
+def _name() -> str:
+    """Return a hash of all that the machine code depends on."""
+    parts = [platform.python_version(), platform.python_implementation(), version("llvmlite"), *processor()]
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"\0".join([*(each.encode() for each in parts), *texts])).hexdigest()[:32]
+
+
+def _make(path: Path) -> None:
+    """Have another process compile, unless one does so already: Numba takes memory that ranks need not keep.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot, or takes too long.
+    """
+    with _locked(path.with_suffix(".lock")):
+        if path.exists():
+            return
+        _log.info("compiling loops for this processor, once: %s", path)
+        command = [sys.executable, "-m", "ringreduce.native.object_code", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MAKING_S, stdin=subprocess.DEVNULL)
+        if done.returncode != 0:
+            raise OSError((done.stderr.strip().splitlines() or ["it says nothing"])[-1])
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that one process of this host has at a time; wait for it for some time.
+
+    Raises:
+        TimeoutError: another process has held it for that long.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline = time.monotonic() + _MAKING_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process holds {path}") from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)

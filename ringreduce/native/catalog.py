@@ -1,0 +1,53 @@
+"""Which compiled functions there are, and what reduces the elements of a dtype: what can be known without Numba."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+#: The functions that Python calls, with how many whole numbers each.
+CALLS = {"mailed": 4, "two_shot": 2}
+#: What these need of the process.
+PYTHON_SYMBOLS = ("PyLong_AsLongLong", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread")
+SYSTEM_SYMBOLS = ("sched_yield", "memcpy", "memset")
+
+
+class Kernel(NamedTuple):
+    """What reduces elements, by the names of functions of `ringreduce.native.elementwise`; "": nothing.
+
+    Attributes:
+        itemsize: bytes of the numbers that are added; an element may be several.
+        pair: reduces two terms.
+        finish: divides a sum by the number of terms.
+        grow: adds one of three or more terms to a sum of a wider type; else ``pair`` adds all.
+        end: rounds that sum.
+    """
+
+    itemsize: int
+    pair: str
+    finish: str = ""
+    grow: str = ""
+    end: str = ""
+
+
+def _half(dtype: str, op: str) -> Kernel:
+    return Kernel(2, f"{op} {dtype}", grow=f"grow {dtype}", end=f"round {op} {dtype}")
+
+
+#: By dtype and operation. Others are NumPy's: where bits depend on how that treats NaN, and averages of integers.
+KERNELS = {
+    **{(name, "sum"): Kernel(size, f"sum {name}") for name, size in (("float32", 4), ("float64", 8))},
+    **{
+        (name, "average"): Kernel(size, f"sum {name}", f"divide {name}")
+        for name, size in (("float32", 4), ("float64", 8))
+    },
+    # A complex number is two floats, and integers wrap around alike with a sign and without.
+    **{(f"complex{16 * size}", "sum"): Kernel(size, f"sum float{8 * size}") for size in (4, 8)},
+    **{
+        (f"{sign}int{8 * size}", "sum"): Kernel(size, f"sum int{8 * size}")
+        for sign in ("", "u")
+        for size in (1, 2, 4, 8)
+    },
+    **{(name, op): _half(name, op) for name in ("bfloat16", "float16") for op in ("sum", "average")},
+}
+#: All functions that these need.
+FUNCTIONS = tuple(dict.fromkeys(name for kernel in KERNELS.values() for name in kernel[1:] if name))

@@ -1,0 +1,127 @@
+"""What Python lacks for these loops: memory by address, flags in order, the processor's pause, calls by address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_BYTE = ir.IntType(8)
+_WORD = ir.IntType(64)
+
+
+@intrinsic
+def load_acquire(typing: Any, address: Any) -> Any:
+    """Load a flag; what was stored before it was set is seen by what is loaded after."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], _WORD.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_release(typing: Any, address: Any, value: Any) -> Any:
+    """Set a flag; who sees it sees all that was stored before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], _WORD.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+@intrinsic
+def pause(typing: Any) -> Any:
+    """Let the processor wait some cycles in a loop that polls, and leave its units to the core's other thread."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        triple = builder.module.triple or ""
+        kind = ir.FunctionType(ir.VoidType(), [])
+        if "x86" in triple:
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), kind), [])
+        elif "aarch64" in triple:
+            # ISB waits for the pipeline, some tens of cycles; YIELD does nothing on most cores.
+            builder.call(ir.InlineAsm(kind, "isb", "~{memory}", side_effect=True), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@intrinsic
+def give_core_away(typing: Any) -> Any:
+    """Call ``sched_yield``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@intrinsic
+def copy(typing: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy bytes between memory that does not overlap."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, of = (builder.inttoptr(each, _BYTE.as_pointer()) for each in arguments[:2])
+        cgutils.raw_memcpy(builder, to, of, arguments[2], 1, align=1)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64), generate
+
+
+def pointer_to(element: Any) -> Any:
+    """Return what makes a pointer to elements of a Numba type of an address."""
+
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(element)))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return pointer
+
+
+@intrinsic
+def call(typing: Any, function: Any, target: Any, first: Any, second: Any, count: Any, size: Any) -> Any:
+    """Call a compiled function by its address, in Numba's calling convention; see `ringreduce.native.elementwise`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        result = cgutils.alloca_once(builder, _WORD)
+        error = cgutils.alloca_once(builder, _BYTE.as_pointer())
+        kinds = [_WORD.as_pointer(), _BYTE.as_pointer().as_pointer(), *[_WORD] * 5]
+        pointer = builder.inttoptr(arguments[0], ir.FunctionType(ir.IntType(32), kinds).as_pointer())
+        builder.call(pointer, [result, error, *arguments[1:]])
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 6), generate
+
+
+def _conversion(given: Any, taken: Any, *instructions: tuple[str, Any]) -> Any:
+    """Return what converts a number of one Numba type to another by some instructions of LLVM."""
+
+    @intrinsic
+    def convert(typing: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            value = arguments[0]
+            for instruction, kind in instructions:
+                value = getattr(builder, instruction)(value, kind)
+            return value
+
+        return taken(given), generate
+
+    return convert
+
+
+_FLOAT = ir.FloatType()
+_HALF = ir.HalfType()
+bits_of_float = _conversion(types.float32, types.uint32, ("bitcast", ir.IntType(32)))
+float_of_bits = _conversion(types.uint32, types.float32, ("bitcast", _FLOAT))
+float_of_half = _conversion(types.uint16, types.float32, ("bitcast", _HALF), ("fpext", _FLOAT))
+half_of_float = _conversion(types.float32, types.uint16, ("fptrunc", _HALF), ("bitcast", ir.IntType(16)))

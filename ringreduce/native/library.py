@@ -1,0 +1,90 @@
+"""Loads the object file of the compiled loops: functions that Python calls, and the addresses of kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ringreduce.native.catalog import CALLS, FUNCTIONS, KERNELS, PYTHON_SYMBOLS, SYSTEM_SYMBOLS
+
+_METH_FASTCALL = 0x80
+
+
+class Library(NamedTuple):
+    """The compiled functions.
+
+    Attributes:
+        mailed: see `ringreduce.native.loops.mailed`.
+        two_shot: see `ringreduce.native.loops.two_shot`.
+        kernels: by dtype and operation: the bytes of a number, and the addresses of the functions of a `Kernel`.
+    """
+
+    mailed: Callable[[int, int, int, int], int]
+    two_shot: Callable[[int, int], int]
+    kernels: dict[tuple[str, str], tuple[int, ...]]
+
+
+class _MethodDef(ctypes.Structure):
+    """What CPython knows of a function: PyMethodDef."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+_kept: list[Any] = []  # what compiled functions need for as long as this process lives
+
+
+def processor() -> tuple[str, str]:
+    """Return LLVM's name of this processor, and its features."""
+    import llvmlite.binding as llvm
+
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def load(content: bytes) -> Library:
+    """Load an object file that `ringreduce.native.object_code` has made for this processor and this Python.
+
+    Raises:
+        RuntimeError: it is none, or lacks a function.
+    """
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    jit = llvm.create_lljit_compiler()
+    builder = llvm.JITLibraryBuilder().add_object_img(content)
+    for name in PYTHON_SYMBOLS:
+        builder.import_symbol(name, _address(ctypes.pythonapi, name))
+    system = ctypes.CDLL(None)
+    for name in SYSTEM_SYMBOLS:
+        builder.import_symbol(name, _address(system, name))
+    # Numba counts the references of arrays that own memory. None do here, so this is never called.
+    builder.import_symbol("NRT_MemInfo_call_dtor", _address(system, "abort"))
+    for name in (*CALLS, *FUNCTIONS):
+        builder.export_symbol(name)
+    linked = builder.link(jit, "ringreduce")
+    _kept.append((jit, linked))
+    addresses = {name: int(linked[name]) for name in FUNCTIONS}
+    kernels = {key: (each.itemsize, *(addresses.get(name, 0) for name in each[1:])) for key, each in KERNELS.items()}
+    return Library(_function(linked["mailed"], "mailed"), _function(linked["two_shot"], "two_shot"), kernels)
+
+
+def _address(library: Any, name: str) -> int:
+    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _function(address: int, name: str) -> Any:
+    """Return a compiled function as one of Python's."""
+    definition = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
+    _kept.append(definition)
+    make = ctypes.pythonapi.PyCFunction_NewEx
+    make.restype = ctypes.py_object
+    make.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    return make(ctypes.addressof(definition), None, None)

@@ -1,0 +1,171 @@
+"""Compiled loops: the same bits as NumPy's path, in memory of each kind; ranks that are late, and that err."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.buffers import DTYPES, native
+from ringreduce.collectives.plans.compiled_mailed import CompiledMailed
+from ringreduce.collectives.plans.node_allreduce import TwoShot
+from ringreduce.common.config import Config
+from ringreduce.native.cache import library
+from ringreduce.native.catalog import KERNELS
+from ringreduce.testing import run_ranks
+
+pytest.importorskip("numba")
+
+CACHES = Config.from_environ().caches
+COMPILED = Config(timeout_s=30.0, native=True, caches=CACHES)
+NUMPY = Config(timeout_s=30.0)
+
+
+def bits(dtype: str, count: int, rank: int) -> np.ndarray:
+    """Return elements of all sizes, as they are stored; for floats, also infinity, -0 and the smallest."""
+    draw = np.random.default_rng([count, rank])
+    storage = DTYPES[dtype].storage
+    if DTYPES[dtype].integral:
+        limits = np.iinfo(storage)
+        return draw.integers(limits.min, limits.max, count, storage, endpoint=True)
+    if dtype == "bfloat16":
+        found = (draw.standard_normal(count).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        special = np.array([0x7F80, 0x8000, 0x0001, 0x7F7F, 0x3F81], np.uint16)
+    else:
+        found = (draw.standard_normal(count) * 10.0 ** draw.integers(-4, 4, count)).astype(storage)
+        special = np.array([np.inf, -0.0, np.finfo(storage).tiny / 4, np.finfo(storage).max, 1.0], storage)
+    for index, value in enumerate(special[: count // 2]):
+        found[(3 * index + rank) % count] = value
+    return found
+
+
+def reduce(comm: rr.Communicator, dtype: str, op: str, count: int) -> list[bytes]:
+    """Return results of an allreduce into memory of all kinds, twice each: the second call repeats a plan."""
+    row = DTYPES[dtype]
+    mine = native(bits(dtype, count, comm.rank), row, "numpy")
+    private, shared = np.empty_like(mine), comm.empty(count, dtype)
+    results = []
+    for _ in range(2):
+        results.append(comm.allreduce(mine, op=op))
+        for source, target in (
+            (mine, private),
+            (mine, shared),
+            (shared, private),
+            (shared, shared),
+            (private, private),
+        ):
+            if source is not mine:
+                source[...] = mine
+            comm.allreduce(source, out=target, op=op)
+            results.append(target.copy())
+        mixed = shared if comm.rank % 2 else private  # places of both kinds in one call
+        mixed[...] = mine
+        comm.allreduce(mixed, out=mixed, op=op)
+        results.append(mixed.copy())
+    return [each.tobytes() for each in results]
+
+
+@pytest.mark.parametrize(("dtype", "op"), KERNELS, ids=" ".join)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_results_have_the_bits_of_numpys_path(dtype: str, op: str, size: int) -> None:
+    """For few elements and many, odd counts, memory of all kinds; all results of all ranks are alike."""
+    for count in (1, 77, 70001):
+        expected = run_ranks(size, lambda comm, count=count: reduce(comm, dtype, op, count), config=NUMPY)
+        found = run_ranks(size, lambda comm, count=count: reduce(comm, dtype, op, count), config=COMPILED)
+        assert found == expected
+        assert len({result for rank in found for result in rank}) == 1
+
+
+def test_calls_are_compiled() -> None:
+    """Those by mailboxes, and those in memory that the ranks share."""
+
+    def body(comm: rr.Communicator) -> tuple[bool, bool]:
+        array = comm.empty(1_000_000, "float32")
+        array[...] = 1
+        comm.allreduce(array, out=array)
+        comm.allreduce(np.ones(10, np.float32))
+        plans = comm._context.plans._plans.values()
+        (shared,) = (each for each in plans if isinstance(each, TwoShot))
+        return any(isinstance(each, CompiledMailed) for each in plans), shared._compiled is not None
+
+    for size in (2, 3):
+        assert run_ranks(size, body, config=COMPILED) == [(True, True)] * size
+        assert run_ranks(size, body, config=NUMPY) == [(False, False)] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_both_paths_are_one_world(size: int) -> None:
+    """The protocol is the same, so a rank without Numba changes nothing."""
+    everyone = run_ranks(size, lambda comm: mixed(comm, 4099), config=COMPILED)
+    assert everyone == run_ranks(size, lambda comm: mixed(comm, 4099), config=NUMPY)
+
+
+def mixed(comm: rr.Communicator, count: int) -> list[bytes]:
+    if comm.rank == 1:
+        comm._context.node = replace(comm._context.node, library=None)
+    return reduce(comm, "float32", "sum", count)
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_ranks_that_call_something_else_are_named(count: int) -> None:
+    """In a call that repeats a compiled one, and all can go on."""
+
+    def body(comm: rr.Communicator) -> str:
+        array = comm.empty(count, "float32")
+        array[...] = 1
+        small = comm.empty(count - 1, "float32")
+        for _ in range(3):
+            comm.allreduce(array, out=array)
+        comm.allreduce(small, out=small)
+        with pytest.raises(rr.MismatchError) as caught:
+            comm.allreduce(array if comm.rank else small, out=array if comm.rank else small)
+        comm.allreduce(array, out=array)
+        return str(caught.value)
+
+    (first, *others) = run_ranks(3, body, config=COMPILED)
+    assert f"shape {count}" in first
+    assert f"shape {count - 1}" in first
+    assert others == [first] * 2
+
+
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
+    """By the error of NumPy's path, after its time limit, and other threads go on meanwhile."""
+    alone = threading.Event()
+
+    def body(comm: rr.Communicator) -> str:
+        array = np.ones(10, np.float32) if kind == "private" else comm.empty(10, "float32")
+        array[...] = 1
+        for _ in range(3):
+            comm.allreduce(array, out=array)
+        if comm.rank == 1:
+            assert alone.wait(30)
+            return ""
+        try:
+            comm.allreduce(array, out=array)
+        except rr.CollectiveTimeoutError as error:
+            return str(error)
+        finally:
+            alone.set()
+        return "no error"
+
+    found = run_ranks(2, body, config=replace(COMPILED, timeout_s=0.3))
+    assert "rank 1" in found[0]
+
+
+def test_what_is_loaded_is_ours(tmp_path: Path) -> None:
+    """A folder that others may write to is not used; nor is a file there that is no object code; ranks add by NumPy."""
+    assert library(str(tmp_path / "none")) is not None
+    folder = tmp_path / "open" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert library(str(tmp_path / "open")) is None
+    (path,) = (tmp_path / "none" / "native").glob("*.o")
+    other = tmp_path / "broken" / "native"
+    other.mkdir(parents=True, mode=0o700)
+    (other / path.name).write_bytes(b"not object code")
+    assert library(str(tmp_path / "broken")) is None
