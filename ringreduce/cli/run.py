@@ -24,10 +24,8 @@ from ringreduce.common.settings import OneOf, PathOf, Setting, WholeNumber, rows
 from ringreduce.launcher.agents import with_agents
 from ringreduce.launcher.allocations_end import run_again
 from ringreduce.launcher.hosts import Hosts
-from ringreduce.launcher.own_networks import without_own_networks
 from ringreduce.launcher.rank_variables import with_free_port
 from ringreduce.launcher.restarts import Restarts
-from ringreduce.launcher.ship import shipped
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder, prepare
 from ringreduce.launcher.stderr import say
@@ -194,12 +192,7 @@ def command(dry_run: bool, **options: Any) -> int:
     make_folder(spec)
     if start.spec.rank_variables and (KEY_VARIABLE in spec.settings or os.environ.get(KEY_VARIABLE)):
         say("ranks get no MASTER_ADDR and MASTER_PORT, as torch's own backends do not encrypt; -x sets them")
-    start = without_own_networks(start)
-    with (
-        shipped(start, bytes_bar) as start,
-        with_free_port(start) as start,
-        with_agents(start) as hearing,
-    ):
+    with with_agents(start, bytes_bar) as (start, hearing), with_free_port(start) as start:
         status = Restarts(start.with_stdin(), hearing=hearing).run()
         if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again
             ignore(signal.SIGTERM)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.processes import pid_namespace
 from ringreduce.engines import engine
-from ringreduce.launcher.connection import TokenConnection
+from ringreduce.launcher.connection import HostConnection
 from ringreduce.launcher.stand_ins import become
 
 _LOOK_EVERY_S = 0.2
@@ -36,7 +36,7 @@ class StandIn:
     host: str
     pids: str
     said: dict[str, str]
-    connection: TokenConnection
+    connection: HostConnection
     actor: Any = None
     leaves: bool = False
     has_ended: bool = False
@@ -63,7 +63,7 @@ class StandIns:
         self._since = time.monotonic()
         self.all_ended = threading.Event()
 
-    def offer(self, request: Mapping[str, Any], connection: TokenConnection) -> None:
+    def offer(self, request: Mapping[str, Any], connection: HostConnection) -> None:
         """Take one that has come, until it ends, or its host does not answer any more; then its actor is killed."""
         said = request["environ"]
         host, _, _ = request["host"].partition("/")

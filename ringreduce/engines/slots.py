@@ -27,7 +27,7 @@ from ringreduce.launcher import agent
 from ringreduce.launcher import connection as connection_module
 from ringreduce.launcher.agent_server import worker_environment
 from ringreduce.launcher.call_server import VARIABLE
-from ringreduce.launcher.connection import TokenConnection, listening, served
+from ringreduce.launcher.connection import HostConnection, listening, served
 
 _LOOK_EVERY_S = 0.2
 _LIST_EVERY_S = 0.5  # the launcher asks every second
@@ -48,11 +48,11 @@ class Slots:
         lost: names of those whose tasks have ended before the job.
     """
 
-    def __init__(self, ticket: str, answers: dict[str, Callable[[dict[str, Any], TokenConnection], object]]) -> None:
+    def __init__(self, ticket: str, answers: dict[str, Callable[[dict[str, Any], HostConnection], object]]) -> None:
         self.ticket = ticket
         self.answers = answers
         self._changed = threading.Condition()
-        self._connections: dict[str, TokenConnection] = {}
+        self._connections: dict[str, HostConnection] = {}
         self._statuses: dict[int, int] = {}
         self._started = 0
         self._is_closed = False
@@ -131,7 +131,7 @@ class Slots:
             finally:
                 os.close(fifo)
 
-    def answer(self, request: Mapping[str, Any], connection: TokenConnection) -> None:
+    def answer(self, request: Mapping[str, Any], connection: HostConnection) -> None:
         """Take what a slot says, until its connection ends."""
         name = request["name"]
         with self._changed:
@@ -216,7 +216,7 @@ def slots(address: str) -> Iterator[Slots]:
     Raises:
         ConfigError: this machine has no such address.
     """
-    answers: dict[str, Callable[[dict[str, Any], TokenConnection], object]] = {}
+    answers: dict[str, Callable[[dict[str, Any], HostConnection], object]] = {}
     try:
         with listening(address, lambda request, connection: answers[request["what"]](request, connection)) as ticket:
             made = Slots(ticket, answers)

@@ -1,7 +1,8 @@
 """The agents of a job: one on each other host that the launcher reaches; see `host_agent`.
 
-Where hosts do not share the folder of a call of `ringreduce.run`, they bring the call there, and back what ranks leave,
-as soon as it is whole: the folder here looks as if all ranks saw it.
+They bring the files of ``--ship`` to their hosts before the job begins. Where hosts do not share the folder of a call
+of `ringreduce.run`, they bring the call there, and back what ranks leave, as soon as it is whole: the folder here looks
+as if all ranks saw it.
 """
 
 from __future__ import annotations
@@ -9,145 +10,52 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import secrets
 import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import MESSAGES_HERE, messages_in
+from ringreduce.common.networks import FILES, own_text, own_to_each, read_interfaces
 from ringreduce.launcher import host_agent
 from ringreduce.launcher.agent_server import private_folder
-from ringreduce.launcher.cargo import base_python
 from ringreduce.launcher.hosts import UNNAMED, is_here
 from ringreduce.launcher.marks import HEARTBEAT, Mark, RankMessages
 from ringreduce.launcher.reach import (
-    MARK,
+    END_S,
     PIECE_NBYTES,
-    Errand,
-    HostProcess,
-    HostRefusedError,
-    ToAll,
-    close_inputs,
+    STALL_S,
+    Agent,
+    agent_line,
     command_on,
-    end_all,
     let_open,
+    others,
     reaches,
 )
+from ringreduce.launcher.ship import Shipment, base_python
 from ringreduce.launcher.start import Start
 from ringreduce.launcher.stderr import say
 
 #: A host that does not answer for so long is lost, or cannot be reached; mpirun then says why.
 _ANSWER_S = 12.0
+#: The same of one that is to have a call or a copy: another job may copy the same.
+_WANTED_S = 120.0
 #: How long a host may take to pass on the last messages of its ranks, and how long it may have said nothing before.
 _PASS_ON_S = 5.0
 _SILENT_S = 3.0
-#: A host that sends results may say nothing for so long at the end.
-_STALL_S = 60.0
-#: How long a host may take to answer that is to have the call of `ringreduce.run`.
-_CALL_S = 120.0
-_RESULT = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}({'|'.join(map(re.escape, host_agent.DONE))})")
-
-
-class Incoming:
-    """What an agent writes: lines, and files, each after a line that names it.
-
-    Args:
-        folder: where files go to.
-        take: called with what lines say that name no file.
-    """
-
-    def __init__(self, folder: Path, take: Callable[[str, str], object]) -> None:
-        self._folder = folder
-        self._take = take
-        self._line = b""
-        self._path = folder
-        self._file: IO[bytes] | None = None
-        self._left_nbytes = 0
-
-    def feed(self, piece: bytes) -> None:
-        """Take the next bytes.
-
-        Raises:
-            OSError: they cannot be written.
-            ValueError: a file has a name that no rank gives.
-        """
-        while piece:
-            if self._file is not None:
-                self._file.write(piece[: self._left_nbytes])
-                piece, self._left_nbytes = piece[self._left_nbytes :], max(self._left_nbytes - len(piece), 0)
-            else:
-                line, end, piece = piece.partition(b"\n")
-                self._line += line
-                if not end:
-                    return
-                self._end_line()
-                self._line = b""
-            if self._file is not None and not self._left_nbytes:
-                self.close()
-                self._path.with_suffix(".coming").rename(self._path)
-
-    def _end_line(self) -> None:
-        if not self._line.startswith(MARK.encode()):  # what shells of the host write
-            return
-        what, value = json.loads(self._line[len(MARK) :])
-        if what != "file":
-            self._take(what, value)
-            return
-        name, nbytes = value
-        if not _RESULT.fullmatch(name):
-            raise ValueError(f"{name!r} is no result")
-        self._path = self._folder / name
-        self._file = self._path.with_suffix(".coming").open("xb")
-        self._left_nbytes = nbytes
-
-    def close(self) -> None:
-        """Close the file that is coming, if one is."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-@dataclass
-class _Agent:
-    """An agent that has answered, and how far its messages have come.
-
-    Attributes:
-        process: the connection to it.
-        passed_on: the last request up to which all messages have come; infinite: it has ended.
-        heard: when it was heard last.
-    """
-
-    process: HostProcess
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    passed_on: float = 0
-    heard: float = field(default_factory=time.monotonic)
-    reader: threading.Thread | None = None
-
-    def has_passed_on(self, number: int) -> Callable[[], bool]:
-        """Return a function that returns whether no message from before a request is still to come."""
-        return lambda: self.passed_on >= number
-
-    def end(self) -> None:
-        """End the connection at once, as to a host that is lost."""
-        self.process.kill()
-        self.drain(_PASS_ON_S)
-        self.process.has_ended(_PASS_ON_S)
-
-    def drain(self, stall_s: float) -> None:
-        """Wait until all has come that it writes before its end, or nothing for too long."""
-        self.heard = time.monotonic()
-        while self.reader is not None and self.reader.is_alive() and time.monotonic() < self.heard + stall_s:
-            self.reader.join(1.0)
+#: What Open MPI leaves out anyway, unless it is told something else.
+_ANYWAY = "127.0.0.1/8,sppp"
+#: Shows a bar with a text; within it, the function is called with the bytes that were copied so far, and with all.
+Progress = Callable[[str], AbstractContextManager[Callable[[int, int], object]]]
 
 
 class Agents:
@@ -157,30 +65,70 @@ class Agents:
         start: of the jobs.
         messages: the FIFO; on other hosts the folder has the same path.
         by_engine: whether an engine passes messages on, from the hosts where it runs mpirun's daemons.
+        progress: shows how much is copied.
     """
 
-    def __init__(self, start: Start, messages: RankMessages, *, by_engine: bool) -> None:
+    def __init__(self, start: Start, messages: RankMessages, *, by_engine: bool, progress: Progress) -> None:
         self._start = start
         self._messages = messages
         self._hosts: list[str] = []
         self._by_engine = by_engine
-        spec = start.spec
-        self._request: dict[str, Any] = {"folder": str(messages.folder), "results": spec.results}
-        self._results: Path | None = None
-        if spec.results is None or not reaches(start):
-            self._request["results"] = None
-            python = base_python() if spec.ship else sys.executable
-            self._errand = Errand("ringreduce run", python, "the Python of the agent", host_agent)
-        else:
-            self._results = Path(spec.results)
-            token = f"shared-{secrets.token_hex(8)}"
-            (self._results / token).touch()
-            self._request |= {"token": token, "nbytes": (self._results / host_agent.CALL).stat().st_size}
-            python = base_python() if spec.ship else spec.program[0]
-            self._errand = Errand("ringreduce.run", python, "the Python that ranks need", host_agent)
-        self._agents: dict[str, _Agent] = {}
+        self._progress = progress
+        self._shipment: Shipment | None = None
+        results = start.spec.results if reaches(start) else None
+        self._results = None if results is None else Path(results)
+        self._request: dict[str, Any] = {"folder": str(messages.folder), "results": results, "files": FILES}
+        self._name = "ringreduce run"
+        self._python = sys.executable
+        self._python_is = "the Python of the agent"
+        if self._results is not None:
+            self._request["token"] = f"shared-{secrets.token_hex(8)}"
+            (self._results / self._request["token"]).touch()
+            self._name = "ringreduce.run"
+            self._python = start.spec.program[0]
+            self._python_is = "the Python that ranks need"
+        self._changed = threading.Condition()
+        self._agents: dict[str, Agent] = {}
+        self._asked: set[str] = set()  # hosts that were asked before the first job
+        self._hanging: set[str] = set()
+        self._dropped: set[str] = set()  # hosts whose agents were lost
         self._fifo = os.open(messages_in(str(messages.folder)), os.O_WRONLY | os.O_CLOEXEC)
-        self._asked = 0
+        self._number = 0
+
+    def prepare(self) -> Start:
+        """Give the hosts that a job may use at first what they are to have; return what starts the job then.
+
+        Open MPI leaves out interfaces whose address two hosts share, unless users choose networks.
+
+        Raises:
+            ConfigError: a host cannot take a copy, in whatever way; nothing is left then.
+        """
+        start = self._start
+        spec = start.spec
+        names = others(start)
+        is_open_mpi = start.mpirun.kind == "Open MPI"
+        chosen = spec.interfaces or any("_if_" in word for word in (*os.environ, *spec.more))
+        looks = is_open_mpi and not chosen and reaches(start)
+        if not names or self._by_engine or not (spec.ship or looks):
+            return start
+        if spec.ship:
+            if not is_open_mpi or start.mpirun.major < 5:
+                raise ConfigError(f"--ship takes Open MPI 5; {start.mpirun.path} says {start.mpirun.said!r}")
+            self._shipment = Shipment(spec)
+            self._name = "--ship"
+            self._python = base_python()
+            self._python_is = "the Python that this environment was made by"
+            # First this one: others may be this one by another name, and have the files then.
+            self._reach([os.uname().nodename], leads_here=True)
+            start = self._shipment.start(start)
+        self._reach(names)
+        self._asked = {*names}
+        texts = [own_text(), *(self._agents[name].value["texts"] for name in names if name in self._agents)]
+        own = ",".join(own_to_each([read_interfaces(text) for text in texts]))
+        if not own or not looks:
+            return start
+        daemons = "PRTE_MCA_prte_if_exclude" if start.mpirun.major >= 5 else "OMPI_MCA_oob_tcp_if_exclude"
+        return replace(start, networks={"OMPI_MCA_btl_tcp_if_exclude": f"{_ANYWAY},{own}", daemons: own})
 
     def begin(self, hosts: Iterable[str], variables: dict[str, str]) -> bool:
         """Start an agent on each host that has none; see `Hearing`."""
@@ -190,53 +138,132 @@ class Agents:
             return True
         names = [host for host in self._hosts if host != UNNAMED and not is_here(host, self._start.here)]
         self._pass_on(names)
+        self._hanging &= self._asked
+        self._reach([name for name in names if name not in self._asked])
+        self._asked = set()
+        # No rank comes to a host whose logins hang, so nothing of it is missed.
+        return self._agents.keys() | self._hanging >= {*names}
+
+    # ---- beginning agents ----
+
+    def _reach(self, names: Iterable[str], *, leads_here: bool = False) -> None:
+        """Start agents on those of some hosts that have none.
+
+        Args:
+            names: of the hosts.
+            leads_here: it is this host, which has the files already.
+
+        Raises:
+            ConfigError: one cannot be started, and its host is to have a call or a copy.
+        """
         missing = [name for name in names if name not in self._agents]
         let_open(len(missing))
         begun = []
         for name in missing:
-            with suppress(ConfigError) if self._results is None else nullcontext():
-                begun.append(self._errand.begin(name, self._request, self._start))
-        deadline = time.monotonic() + (_ANSWER_S if self._results is None else _CALL_S)
-        answers = {process: self._answer_of(process, deadline) for process in begun}
-        wanting = [process for process, answer in answers.items() if answer == "wants"]
-        if wanting and self._results is not None:
-            stream = ToAll(self._errand, wanting)
+            try:
+                begun.append(self._begun(name, leads_here=leads_here))
+            except ConfigError:
+                if self._has_to_come:
+                    raise
+        self._await(begun)
+        if wanting := [agent for agent in begun if agent.answer == "wants"]:
+            self._copy(wanting)
+        has_copy = [agent.name for agent in begun if agent not in wanting and self._shipment and not leads_here]
+        if has_copy:
+            say(f"--ship: {' and '.join(has_copy)} {'has' if len(has_copy) == 1 else 'have'} this version already")
+        for agent in begun:
+            self._require(agent)
+        calls = [agent for agent in begun if agent.name in self._agents and not agent.value["has call"]]
+        if calls and self._results is not None:
+            self._send(calls, json.dumps([host_agent.CALL, ""]).encode())
             with (self._results / host_agent.CALL).open("rb") as file:
                 while piece := file.read(PIECE_NBYTES):
-                    stream.write(piece)
-            stream.flush()
-            for process in wanting:
-                self._answer_of(process, deadline)
-        # No rank comes to a host whose logins hang, so nothing of it is missed.
-        hanging = {process.name for process, answer in answers.items() if answer == "hangs"}
-        return self._agents.keys() | hanging >= {*names}
+                    self._send(calls, piece)
+            self._send(calls, b"")
 
-    def _answer_of(self, process: HostProcess, deadline: float) -> str:
-        """Return what a new agent answers; hear it from then on if it is ready.
+    @property
+    def _has_to_come(self) -> bool:
+        return self._results is not None or self._shipment is not None
 
-        ``"hangs"``: it does not answer; empty: it cannot.
+    def _begun(self, name: str, *, leads_here: bool) -> Agent:
+        line, texts = agent_line(self._python)
+        there = line if leads_here else command_on(name, line, self._start)
+        copy = None
+        if self._shipment is not None:
+            copy = self._shipment.request(leads_here=leads_here, keep=self._start.spec.keep)
+        request = json.dumps({**self._request, "copy": copy})
+        try:
+            agent = Agent(name, there, texts + request.encode() + b"\n", self._changed)
+        except OSError as error:
+            raise ConfigError(f"{self._name}: cannot run {there[0]}: {error.strerror}") from None
+        self._agents[name] = agent
+        agent.begin(partial(self._take, name), self._results or self._messages.folder, partial(self._lose, name))
+        return agent
+
+    def _await(self, agents: Sequence[Agent]) -> None:
+        limit_s = _WANTED_S if self._has_to_come else _ANSWER_S
+        with self._changed:
+            self._changed.wait_for(lambda: all(agent.answer for agent in agents), limit_s)
+
+    def _require(self, agent: Agent) -> None:
+        """Do without an agent that is not ready.
 
         Raises:
-            ConfigError: it does not answer, and its host is to have a call.
+            ConfigError: its host is to have a call or a copy.
         """
-        try:
-            answer = process.answer(max(deadline - time.monotonic(), 0.1))
-        except ConfigError as error:
-            answer = "hangs" if process.hangs else ""
-            process.kill()
-            process.has_ended(_ANSWER_S)
-            if self._results is not None:
+        if agent.answer == "ready":
+            return
+        why = agent.why_not(self._python, self._python_is)
+        if agent.hangs:
+            self._hanging.add(agent.name)
+        agent.kill()
+        agent.has_ended(_ANSWER_S)
+        del self._agents[agent.name]
+        if self._has_to_come:
+            raise ConfigError(f"{self._name}: {why}")
+        if agent.answer == "failed":  # where a host is not reached, mpirun says why
+            say(f"{self._name}: {why}; until then nothing is heard of commits and deaths there")
+
+    def _send(self, agents: Sequence[Agent], frame: bytes) -> None:
+        """Send a frame to several agents.
+
+        Raises:
+            ConfigError: one has ended, or takes nothing for too long.
+        """
+        for agent in agents:
+            try:
+                agent.connection.send(frame)
+            except BlockingIOError:
+                raise ConfigError(f"{self._name}: {agent.name} has taken nothing for {STALL_S} s") from None
+            except OSError:
+                agent.drain(END_S)  # it says why
+                self._require(agent)
                 raise
-            if isinstance(error, HostRefusedError):  # where a host is not reached, mpirun says why
-                say(f"{error}; until then nothing is heard of commits and deaths there")
-                return ""
-            return answer
-        if answer == "ready":
-            agent = self._agents[process.name] = _Agent(process)
-            name = f"ringreduce hears {process.name}"
-            agent.reader = threading.Thread(target=self._hear, args=(agent,), name=name, daemon=True)
-            agent.reader.start()
-        return answer
+
+    def _copy(self, agents: Sequence[Agent]) -> None:
+        """Send the files to the hosts that do not have them."""
+        assert self._shipment is not None, "nobody else wants anything"
+        names = " and ".join(agent.name for agent in agents)
+        total_nbytes = self._shipment.nbytes
+        sent_nbytes = 0
+        began = time.monotonic()
+        with self._progress(f"copying to {names}") as show:
+
+            def write(piece: bytes) -> None:
+                nonlocal sent_nbytes
+                self._send(agents, piece)
+                sent_nbytes += len(piece)
+                show(min(sent_nbytes, total_nbytes), total_nbytes)
+
+            for agent in agents:
+                agent.answer = ""
+            self._shipment.write(write)
+            self._send(agents, b"")
+            self._await(agents)
+        if all(agent.answer == "ready" for agent in agents):
+            say(f"--ship: {total_nbytes / 1e6:.0f} MB copied to {names} in {time.monotonic() - began:.1f} s")
+
+    # ---- messages ----
 
     def fileno(self) -> int:
         """Return the descriptor of the FIFO, for `select`."""
@@ -270,66 +297,70 @@ class Agents:
             process.wait()
 
     def _pass_on(self, names: Iterable[str]) -> None:
-        self._asked = number = self._asked + 1
-        asked = {name: self._agents[name] for name in names if name in self._agents and not self._start.has_lost(name)}
-        for agent in asked.values():
+        self._number = number = self._number + 1
+        asked = [self._agents[name] for name in names if name in self._agents and not self._start.has_lost(name)]
+        for agent in asked:
             with suppress(OSError):
-                agent.process.input.write(f"{number}\n".encode())
+                agent.connection.send_json(["pass on", number])
         deadline = time.monotonic() + _PASS_ON_S
-        for name, agent in asked.items():
-            with agent.changed:
+        for agent in asked:
+            with self._changed:
                 limit = min(deadline, agent.heard + _SILENT_S)  # of a host that is lost nothing comes any more
-                agent.changed.wait_for(agent.has_passed_on(number), max(limit - time.monotonic(), 0.0))
+                self._changed.wait_for(partial(agent.has_passed_on, number), max(limit - time.monotonic(), 0.0))
             if not number <= agent.passed_on < math.inf:
-                self._agents.pop(name).end()
+                self._dropped.add(agent.name)
+                del self._agents[agent.name]
+                agent.kill()
+                agent.drain(_PASS_ON_S)
+                agent.has_ended(_PASS_ON_S)
 
-    def _hear(self, agent: _Agent) -> None:
-        """Take what an agent writes, until it ends."""
-        incoming = Incoming(self._results or self._messages.folder, partial(self._take, agent))
-        piece = agent.process.rest
-        try:
-            incoming.feed(piece)
-            while piece := os.read(agent.process.output.fileno(), PIECE_NBYTES):
-                agent.heard = time.monotonic()
-                incoming.feed(piece)
-        except (OSError, ValueError) as error:
-            if self._results is not None and not self._start.has_lost(agent.process.name):
-                say(f"{self._errand.name}: what ranks on {agent.process.name} return is lost: {error}")
-        incoming.close()
-        with agent.changed:
-            agent.passed_on = math.inf
-            agent.changed.notify_all()
-
-    def _take(self, agent: _Agent, what: str, value: str) -> None:
+    def _take(self, name: str, what: str, value: str) -> None:
         if what == "message":
             os.write(self._fifo, f"{value}\n".encode())
         elif what == "lives" and select.select([], [self._fifo], [], 0)[1]:  # nobody reads while no mpirun runs
-            os.write(self._fifo, f"{HEARTBEAT.format(host=agent.process.name)}\n".encode())
-        elif what == "passed on":
-            with agent.changed:
-                agent.passed_on = int(value)
-                agent.changed.notify_all()
+            os.write(self._fifo, f"{HEARTBEAT.format(host=name)}\n".encode())
+
+    def _lose(self, name: str, error: Exception) -> None:
+        if self._results is not None and not self._start.has_lost(name):
+            say(f"{self._name}: what ranks on {name} return is lost: {error}")
 
     def close(self) -> None:
         """End all agents, and take what they still send; nothing is heard any more."""
-        processes = [agent.process for agent in self._agents.values()]
-        close_inputs(processes, self._start)
+        for name, agent in self._agents.items():
+            if self._start.has_lost(name):
+                agent.kill()
+            agent.close_input()
         for agent in self._agents.values():
-            agent.drain(_PASS_ON_S if self._results is None else _STALL_S)
-        late = end_all(processes, self._start)
-        if late and self._results is not None:
-            say(f"{self._errand.name}: {' and '.join(late)} may still have {self._results}")
+            agent.drain(_PASS_ON_S if self._results is None else STALL_S)
+        deadline = time.monotonic() + END_S
+        ended = {name: agent.has_ended(max(deadline - time.monotonic(), 0.1)) for name, agent in self._agents.items()}
+        hosts = sorted(self._dropped | ended.keys())
+        late = [name for name in hosts if not ended.get(name, False) or self._start.has_lost(name)]
+        if late and self._has_to_come:
+            left = self._results if self._shipment is None else os.path.dirname(self._shipment.store)
+            say(f"{self._name}: {' and '.join(late)} may still have {left}")
         os.close(self._fifo)
 
 
 @contextmanager
-def with_agents(start: Start) -> Iterator[Agents]:
-    """Receive the messages of ranks as long as this context lasts."""
+def with_agents(start: Start, progress: Progress) -> Iterator[tuple[Start, Agents]]:
+    """Receive the messages of ranks as long as this context lasts, and have on their hosts what they need.
+
+    Args:
+        start: of the jobs.
+        progress: shows how much is copied.
+
+    Yields:
+        What starts the jobs then, and what hears of their ranks.
+
+    Raises:
+        ConfigError: a host cannot take a copy, in whatever way; nothing is left then.
+    """
     engines = os.environ.pop(MESSAGES_HERE, None)  # nor do other jobs that a rank starts send messages there
     with ExitStack() as stack:
         folder = stack.enter_context(private_folder()) if engines is None else Path(engines)
         messages = RankMessages(folder)
         stack.callback(messages.close)
-        agents = Agents(start, messages, by_engine=engines is not None)
+        agents = Agents(start, messages, by_engine=engines is not None, progress=progress)
         stack.callback(agents.close)
-        yield agents
+        yield agents.prepare(), agents

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.common.launch import launch
-from ringreduce.launcher.connection import TokenConnection, connected
+from ringreduce.launcher.connection import HostConnection, connected
 
 #: The ticket of the program's `listening`, in the environment of a rank. mpirun passes it on to no other host: there,
 #: the process that has started its daemon sets it.
@@ -18,7 +18,7 @@ REQUESTS = ("call", "result", "failure")
 _MOST = 10**9  # jobs and ranks
 
 
-def call_answers(call: bytes, folder: Path, size: int | None) -> Callable[[Mapping[str, Any], TokenConnection], None]:
+def call_answers(call: bytes, folder: Path, size: int | None) -> Callable[[Mapping[str, Any], HostConnection], None]:
     """Return what answers the requests of ranks: it hands out a call, and writes what they return, as whole files.
 
     Args:
@@ -27,7 +27,7 @@ def call_answers(call: bytes, folder: Path, size: int | None) -> Callable[[Mappi
         size: number of ranks; None: unknown.
     """
 
-    def answer(request: Mapping[str, Any], connection: TokenConnection) -> None:
+    def answer(request: Mapping[str, Any], connection: HostConnection) -> None:
         if request["what"] == "call":
             connection.send_content(call)
             return

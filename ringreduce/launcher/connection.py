@@ -1,8 +1,9 @@
-"""Connections between the program that started a job and its processes on hosts, by TCP, and who may make one.
+"""Connections of the program that started a job with its processes on hosts: by TCP, or by pipes of ssh and srun.
 
-Both ends have the same token, which no message carries. It keys a code (HMAC-SHA256, RFC 2104) for each frame, which
-covers the frame's number and direction and a random number of either end. So without the token a frame can neither be
-made nor changed, left out or sent again. Frames are not encrypted.
+By TCP, both ends have the same token, which no message carries. It keys a code (HMAC-SHA256, RFC 2104) for each frame,
+which covers the frame's number and direction and a random number of either end. So without the token a frame can
+neither be made nor changed, left out or sent again. Frames are not encrypted. By pipes there is no token: these are
+ssh's or srun's own.
 
 The file takes the standard library alone, as a process on a host may have nothing else.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
@@ -25,6 +27,7 @@ _NONCE_NBYTES = 16
 _CODE_NBYTES = 32
 _FRAME_NBYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
+_END = b"\n"  # of a frame: srun passes on whole lines
 _NUMBER = struct.Struct(">QI")
 #: What a connection gets to show that it has the token.
 _GREETING_S = 20.0
@@ -45,22 +48,46 @@ _KEEPALIVE = (
 )
 
 
-class TokenConnection:
-    """One end of a connection, after both ends have sent each other their random numbers.
+class Pipes:
+    """The standard input and output of this process, with the methods of a socket that a connection needs."""
+
+    def fileno(self) -> int:
+        """Return the descriptor of the input."""
+        return 0
+
+    def recv_into(self, room: memoryview) -> int:
+        """Read some bytes; return how many, 0 at the end."""
+        return os.readv(0, [room])
+
+    def sendall(self, content: bytes | memoryview) -> None:
+        """Write all bytes."""
+        left = memoryview(content)
+        while left:
+            left = left[os.write(1, left) :]
+
+
+class HostConnection:
+    """One end of a connection; with a token, after both ends have sent each other their random numbers.
 
     One thread may send while another one receives.
 
     Args:
-        peer: the socket.
-        token: which the other end has, too.
+        peer: the socket or the pipes.
+        token: which the other end has, too; empty: nobody else can write to these pipes.
         answers: whether this is the end that listened.
 
     Raises:
         OSError: the connection breaks.
     """
 
-    def __init__(self, peer: socket.socket, token: str, *, answers: bool) -> None:
+    def __init__(self, peer: socket.socket | Pipes, token: str = "", *, answers: bool = False) -> None:
         self._peer = peer
+        self.fileno = peer.fileno
+        self._send_key = self._receive_key = b""
+        self._nsent = 0
+        self._nreceived = 0
+        if not token:
+            return
         mine = secrets.token_bytes(_NONCE_NBYTES)
         peer.sendall(mine)
         theirs = self._read(_NONCE_NBYTES)
@@ -70,12 +97,6 @@ class TokenConnection:
             return hmac.digest(token.encode(), _PROTOCOL + direction + asked + answered, "sha256")
 
         self._send_key, self._receive_key = (key(b"<"), key(b">")) if answers else (key(b">"), key(b"<"))
-        self._nsent = 0
-        self._nreceived = 0
-
-    def fileno(self) -> int:
-        """Return the descriptor of the socket, for `select`."""
-        return self._peer.fileno()
 
     def send(self, frame: bytes | memoryview) -> None:
         """Send a frame of at most 1 MiB.
@@ -84,12 +105,11 @@ class TokenConnection:
             OSError: the connection is broken.
         """
         content = memoryview(frame)
-        number = _NUMBER.pack(self._nsent, content.nbytes)
+        code = _code(self._send_key, self._nsent, content)
         self._nsent += 1
-        code = hmac.new(self._send_key, number, "sha256")
-        code.update(content)
-        self._peer.sendall(_LENGTH.pack(content.nbytes) + code.digest())
+        self._peer.sendall(_LENGTH.pack(content.nbytes) + code)
         self._peer.sendall(content)
+        self._peer.sendall(_END)
 
     def receive(self) -> bytes:
         """Return the next frame.
@@ -99,12 +119,12 @@ class TokenConnection:
             ConnectionError: the frame is not the other end's next one.
             OSError: the connection is broken.
         """
-        head = self._read(_LENGTH.size + _CODE_NBYTES)
+        head = self._read(_LENGTH.size + (_CODE_NBYTES if self._receive_key else 0))
         (nbytes,) = _LENGTH.unpack(head[: _LENGTH.size])
         if nbytes > _FRAME_NBYTES:
             raise ConnectionError("a frame is too long to be one")
-        content = self._read(nbytes)
-        code = hmac.digest(self._receive_key, _NUMBER.pack(self._nreceived, nbytes) + content, "sha256")
+        content = self._read(nbytes + len(_END))[:-1]
+        code = _code(self._receive_key, self._nreceived, content)
         if not hmac.compare_digest(code, head[_LENGTH.size :]):
             raise ConnectionError("a frame does not come from the other end")
         self._nreceived += 1
@@ -142,8 +162,17 @@ class TokenConnection:
         return bytes(content)
 
 
+def _code(key: bytes, number: int, content: bytes | memoryview) -> bytes:
+    """Return the code of a frame; none without a key."""
+    if not key:
+        return b""
+    code = hmac.new(key, _NUMBER.pack(number, len(content)), "sha256")
+    code.update(content)
+    return code.digest()
+
+
 @contextmanager
-def connected(ticket: str, request: object) -> Iterator[TokenConnection]:
+def connected(ticket: str, request: object) -> Iterator[HostConnection]:
     """Connect to a program that listens, and send it a request that JSON has.
 
     Args:
@@ -166,7 +195,7 @@ def connected(ticket: str, request: object) -> Iterator[TokenConnection]:
             with peer:
                 try:
                     _keep_alive(peer)
-                    connection = TokenConnection(peer, token, answers=False)
+                    connection = HostConnection(peer, token, answers=False)
                     connection.send_json(request)
                     connection.receive()  # that it has been taken
                 except (OSError, EOFError) as error:  # strangers may have crowded it out
@@ -180,7 +209,7 @@ def connected(ticket: str, request: object) -> Iterator[TokenConnection]:
 
 
 @contextmanager
-def listening(address: str, answer: Callable[[dict[str, Any], TokenConnection], object]) -> Iterator[str]:
+def listening(address: str, answer: Callable[[dict[str, Any], HostConnection], object]) -> Iterator[str]:
     """Answer the requests of who has the ticket, as long as this context lasts.
 
     Args:
@@ -208,7 +237,7 @@ def listening(address: str, answer: Callable[[dict[str, Any], TokenConnection], 
         try:
             _keep_alive(peer)
             peer.settimeout(_GREETING_S)
-            connection = TokenConnection(peer, token, answers=True)
+            connection = HostConnection(peer, token, answers=True)
             request = connection.receive_json()
         finally:
             with changing:

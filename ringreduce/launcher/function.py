@@ -163,7 +163,7 @@ def _options(arguments: Mapping[str, Any]) -> list[str]:
 
 def _ship_paths() -> list[str]:
     """Return the options by which other hosts get the script of this process, and what is beside it."""
-    from ringreduce.launcher.cargo import with_modules  # which would make the import of ringreduce slower
+    from ringreduce.launcher.ship import with_modules  # which would make the import of ringreduce slower
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     return [f"--ship-path={path}" for path in (with_modules(script) if script else ())]

@@ -1,8 +1,10 @@
 """The agent of `ringreduce run` on a host: it passes on what the ranks there say and return, and sends heartbeats.
 
-The text of this file goes to a Python of the host, which need not have ringreduce: it takes the standard library alone.
-It reads one line of JSON, the request, and lives until its standard input ends: when the launcher closes it, or has
-ended in whatever way.
+Before that it may receive the files of ``--ship``, which it keeps during the job, and removes.
+
+The texts of this file and of `connection` go to a Python of the host, which need not have ringreduce: they take the
+standard library alone. It reads one line of JSON, the request, and lives until its standard input ends: when the
+launcher closes it, or has ended in whatever way.
 """
 
 from __future__ import annotations
@@ -15,18 +17,39 @@ import shutil
 import signal
 import stat
 import sys
+import tarfile
+import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from ringreduce.launcher.connection import HostConnection, Pipes
+
+#: The first line that this writes, after what shells of the host write.
+GREETING = b"ringreduce-agent"
 _READ_NBYTES = 1 << 16
 _BEAT_EVERY_S = 1.0
-
-
 #: The file with the call of `ringreduce.run`, and how the names of files end that ranks leave.
 CALL = "call"
 DONE = (".result", ".failure")
 _LOOK_EVERY_S = 0.2  # for these
+#: In the folder of a copy, the copy itself; in that of a job, a link to it, and one to the name of the host.
+TREE = "root"
+_HOST = "host"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+def require_own(folder: str) -> None:
+    """Make a folder that this user alone can use, unless it is there."""
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    status = os.lstat(folder)
+    if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
+        raise PermissionError(f"{folder} is no folder of this user alone; remove it, or set TMPDIR to another folder")
 
 
 class _Fifo:
@@ -40,12 +63,8 @@ class _Fifo:
     """
 
     def __init__(self, folder: str) -> None:
+        require_own(folder)
         self._folder = folder
-        with suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-        status = os.lstat(folder)
-        if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
-            raise PermissionError(f"{folder} is not a folder of this user's alone")
         self._path = os.path.join(folder, os.readlink("/proc/self/ns/net"))
         with suppress(FileExistsError):
             os.mkfifo(self._path, 0o600)
@@ -97,25 +116,22 @@ class _Results:
                 raise
             self.is_shared = True
 
-    def receive(self, nbytes: int) -> None:
-        """Receive the call; an EOFError says that the launcher has ended."""
+    def receive(self, connection: HostConnection) -> None:
+        """Receive the call."""
         with open(os.path.join(self._folder, CALL), "xb") as file:
-            while nbytes:
-                piece = os.read(0, min(nbytes, _READ_NBYTES))
-                if not piece:
-                    raise EOFError
+            for piece in connection.receive_content():
                 file.write(piece)
-                nbytes -= len(piece)
 
-    def send(self, request: dict[str, Any]) -> None:
-        """Send the files that have come: an answer with name and size, and then the bytes."""
-        for name in sorted({*os.listdir(self._folder)} - self._sent):
+    def send(self, connection: HostConnection) -> None:
+        """Send the files that have come: the name, and then the content."""
+        for name in sorted({*([] if self.is_shared else os.listdir(self._folder))} - self._sent):
             if name.endswith(DONE):
                 self._sent.add(name)
+                connection.send_json(["file", name])
                 with open(os.path.join(self._folder, name), "rb") as file:
-                    _answer(request, "file", [name, os.fstat(file.fileno()).st_size])
                     while piece := file.read(_READ_NBYTES):
-                        _write(piece)
+                        connection.send(piece)
+                connection.send(b"")
 
     def remove(self) -> None:
         """Remove the folder, unless it is the launcher's."""
@@ -123,67 +139,199 @@ class _Results:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _write(content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(1, left) :]
+# ---- copies: several jobs of this user may use one at the same time, and the last of them removes it ----
 
 
-def _answer(request: dict[str, Any], what: str, value: object = "") -> None:
-    _write(f"\n{request['mark']}{json.dumps([what, value])}\n".encode())
+def _open(folder: str, how: int) -> int | None:
+    """Return a folder, open and locked; None: there is none, it was just removed, or others have it."""
+    lock = None
+    with suppress(FileNotFoundError, BlockingIOError):
+        lock = os.open(folder, _FOLDER)
+        fcntl.flock(lock, how)
+        if os.path.samestat(os.fstat(lock), os.lstat(folder)):
+            return lock
+    if lock is not None:
+        os.close(lock)
+    return None
 
 
-def _serve(request: dict[str, Any], fifo: _Fifo, results: _Results | None) -> None:
-    """Pass on what comes until the input ends; each line of that asks for the messages that have come so far."""
-    waited = [0, fifo.descriptor] if fifo.is_ours else [0]
+def _remove(folder: str) -> None:
+    """Remove a folder of copies that no job uses."""
+    lock = _open(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if lock is None:
+        return
+    gone = tempfile.mkdtemp(prefix=f"{os.path.basename(folder)}.", dir=os.path.dirname(folder))
+    os.rename(folder, gone)  # so that no part of it is taken for all of it
+    for _ in range(2):  # a rank that was ending may have written something meanwhile
+        shutil.rmtree(gone, ignore_errors=True)
+    os.close(lock)
+
+
+class _ShippedCopies:
+    """The copies of ``--ship`` of this user on this host, as long as a job uses them.
+
+    Args:
+        base: the folder of all of them.
+        at_end: gets what removes those that are not kept.
+
+    Raises:
+        OSError: the folder is not this user's alone.
+    """
+
+    def __init__(self, base: str, at_end: ExitStack) -> None:
+        self._base = base
+        self._at_end = at_end
+        lock = None
+        while lock is None:  # another job has just removed it, as it was empty
+            with suppress(FileNotFoundError):
+                require_own(base)
+                lock = _open(base, fcntl.LOCK_SH)
+        at_end.callback(self._remove_base, lock)
+
+    def _remove_base(self, lock: int) -> None:
+        os.close(lock)
+        alone = _open(self._base, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if alone is not None:
+            with suppress(OSError):  # There are others.
+                os.rmdir(self._base)
+            os.close(alone)
+
+    def remove_others(self, name: str) -> None:
+        """Remove other versions of the same environment that were kept, and what was broken off."""
+        for other in os.listdir(self._base):
+            if other.startswith(name.partition("-")[0] + "-") and other != name:
+                _remove(os.path.join(self._base, other))
+
+    def have(self, name: str, fill: Callable[[str], object], *, keep: bool = False) -> None:
+        """Have a folder from now on: one that is there, or a new one, once it is whole."""
+        folder = os.path.join(self._base, name)
+        while (lock := _open(folder, fcntl.LOCK_SH)) is None:
+            coming = tempfile.mkdtemp(prefix=f"{name}.", dir=self._base)
+            held = _open(coming, fcntl.LOCK_SH)
+            if held is None:  # taken for what was broken off
+                continue
+            try:
+                fill(coming)
+                with suppress(OSError):  # another job was quicker
+                    os.rename(coming, folder)
+            finally:
+                shutil.rmtree(coming, ignore_errors=True)
+                os.close(held)
+        if not keep:
+            self._at_end.callback(_remove, folder)
+        self._at_end.callback(os.close, lock)
+
+
+def _receive(connection: HostConnection, folder: str) -> None:
+    """Receive an archive of tar, and unpack it in a folder."""
+    connection.send_json(["wants", ""])
+    pieces = connection.receive_content()
+    coming: Any = SimpleNamespace(read=lambda nbytes: next(pieces, b""))
+    with tarfile.open(fileobj=coming, mode="r|") as archive:
+        # Links lead to the Python of this host. What is sent comes from the same user.
+        archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
+        archive.extractall(os.path.join(folder, TREE))
+    for _ in pieces:  # zeros at the end
+        pass
+
+
+def have_copy(request: dict[str, Any], connection: HostConnection, at_end: ExitStack) -> None:
+    """Have the files of a job, and what leads to them by the same path on all hosts.
+
+    Args:
+        request: ``base``, the folder of this user's copies; ``name``, of this version; ``job``, of what leads to it;
+            ``leads here``: this host starts the job, and has the files; ``version`` of the Python that they take;
+            ``keep``: whether the copy stays.
+        connection: brings the files.
+        at_end: gets what removes them.
+    """
+    base = request["base"]
+    job = os.path.join(base, request["job"])
+    here = os.uname().nodename
+    version = sys.version.partition("(")[0].strip()
+    if version != request["version"]:
+        raise OSError(f"the Python of the environment should be {request['version']}, and here it is {version}")
+    copies = _ShippedCopies(base, at_end)
+    copies.remove_others(request["name"])
+    leads_to = "/"
+    # The host that starts the job may have another name, too.
+    if not request["leads here"] and os.path.realpath(os.path.join(job, TREE)) != "/":
+        copies.have(request["name"], partial(_receive, connection), keep=request["keep"])
+        leads_to = os.path.join(base, request["name"], TREE)
+
+    def lead(folder: str) -> None:
+        os.symlink(here, os.path.join(folder, _HOST))
+        os.symlink(leads_to, os.path.join(folder, TREE))
+
+    copies.have(request["job"], lead)
+    other = os.readlink(os.path.join(job, _HOST))
+    if other != here:
+        raise OSError(f"it shares {base} with {other}; set TMPDIR to a folder that each host has for itself")
+
+
+def _serve(connection: HostConnection, fifo: _Fifo, results: _Results | None) -> None:
+    """Pass on what comes until the input ends."""
+    waited: list[Any] = [connection, fifo.descriptor] if fifo.is_ours else [connection]
     beats_at = time.monotonic()
-    while True:
+    what: str | None = ""
+    while what is not None:
         limit_s = max(beats_at - time.monotonic(), 0.0)
         ready, _, _ = select.select(waited, [], [], limit_s if results is None else min(limit_s, _LOOK_EVERY_S))
         if time.monotonic() >= beats_at:
             beats_at = time.monotonic() + _BEAT_EVERY_S
-            _answer(request, "lives")
-        asked = os.read(0, _READ_NBYTES) if 0 in ready else b"\n"
+            connection.send_json(["lives", ""])
+        what = ""
+        value = None
+        if connection in ready:
+            try:
+                what, value = connection.receive_json()
+            except EOFError:
+                what = None
+        if what == CALL and results is not None:
+            results.receive(connection)
         while lines := fifo.read() if fifo.is_ours else []:
             for line in lines:
-                _answer(request, "message", line.decode(errors="replace"))
+                connection.send_json(["message", line.decode(errors="replace")])
         if results is not None:
-            results.send(request)
-        if not asked:
-            return
-        if 0 in ready:
-            for number in asked.decode().split():
-                _answer(request, "passed on", number)
+            results.send(connection)
+        if what == "pass on":
+            connection.send_json(["passed on", value])
 
 
-def _main() -> None:
+def _texts(files: list[str]) -> str:
+    with suppress(OSError):
+        return "".join(Path(file).read_text("ascii") for file in files)
+    return ""
+
+
+def main() -> None:
+    """Serve the request on standard input."""
     # Who ends a job may signal all its processes, and its ranks have messages until they end.
     for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
     request = json.loads(sys.stdin.buffer.readline())
-    with ExitStack() as at_end:
-        results = None
+    connection = HostConnection(Pipes())
+    with ExitStack() as at_end, suppress(EOFError, ConnectionError):  # The launcher has ended.
+        os.write(1, b"\n" + GREETING + b"\n")
         try:
+            if request["copy"] is not None:
+                have_copy(request["copy"], connection, at_end)
             fifo = _Fifo(request["folder"])
             at_end.callback(fifo.remove)
+            results = None
             if request["results"]:
                 results = _Results(request["results"], request["token"])
                 at_end.callback(results.remove)
-        except OSError as error:
-            why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            _answer(request, "failed", f"{why}; set TMPDIR to a folder that each host has, or to one that all share")
+            has_call = results is None or results.is_shared
+            connection.send_json(["ready", {"has call": has_call, "texts": _texts(request["files"])}])
+            _serve(connection, fifo, results)
+        except ConnectionError:
+            raise
+        except (OSError, tarfile.TarError) as error:
+            why = str(error)
+            if isinstance(error, OSError) and error.filename:
+                why = (
+                    f"{error.filename}: {error.strerror}; set TMPDIR to a folder that each host has, or that all share"
+                )
+            connection.send_json(["failed", why])
             sys.exit(1)
-        try:
-            if results is not None and not results.is_shared:
-                _answer(request, "wants")
-                results.receive(request["nbytes"])
-            _answer(request, "ready")
-            _serve(request, fifo, None if results is None or results.is_shared else results)
-        except OSError:  # The launcher has ended.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        except EOFError:
-            pass
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,72 +1,53 @@
-"""Processes on the other hosts of a job, over what also starts mpirun's daemons there.
-
-Each runs the text of a file that takes the standard library alone, reads a request, and lives until its standard input
-ends: when the launcher closes it, or has ended in whatever way.
-"""
+"""The other hosts of a job, and the agent of one, which what also starts mpirun's daemons there starts."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
+import re
 import resource
-import select
 import shlex
+import socket
+import struct
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any, cast
+from typing import Any
 
 from ringreduce.common.errors import ConfigError
+from ringreduce.launcher import connection, host_agent
+from ringreduce.launcher.connection import HostConnection
 from ringreduce.launcher.hosts import UNNAMED, is_here
 from ringreduce.launcher.schedulers import slurm_job, slurm_step
 from ringreduce.launcher.start import AGENTS, Start
 
-#: Begins the lines of answers; what the shells of a host write as well does not count.
-MARK = "ringreduce-answer "
-PIECE_NBYTES = 1 << 18
-#: How long a host may say nothing: at first, as another job may copy the same, and while it writes the last files.
-_ANSWER_S = 120.0
-#: How long it may take nothing.
-_STALL_S = 60.0
-#: How long hosts have to end.
-_END_S = 30.0
-#: Pipes to and from a process, and what it writes to standard error.
-_FILES_OF_A_PROCESS = 3
+#: Descriptors of a process: its input and output, and what it writes to standard error.
+_FILES_OF_A_PROCESS = 2
 _OTHER_FILES = 64
+PIECE_NBYTES = 1 << 18
+#: A host may take nothing for so long, or send no more results at the end.
+STALL_S = 60
+#: How long hosts have to end.
+END_S = 30.0
 _SHOWN = 400  # of what a host says
+_RESULT = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}({'|'.join(map(re.escape, host_agent.DONE))})")
+#: Runs a program whose modules come on standard input, by their names and lengths; the last has its `main`.
+_RUNS = (
+    "import sys, types; new = lambda name: sys.modules.setdefault(name, types.ModuleType(name)).__dict__; "
+    "[exec(sys.stdin.buffer.read(nbytes), new(name)) for name, nbytes in {0}]; new({0}[-1][0])['main']()"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Errand:
-    """What processes of hosts are for.
-
-    Attributes:
-        name: as users know it; errors begin with it.
-        python: runs there, by the same path on all hosts.
-        python_is: which Python that is, in words.
-        program: module whose text it runs.
-    """
-
-    name: str
-    python: str
-    python_is: str
-    program: ModuleType
-
-    def begin(self, host: str, request: Mapping[str, Any], start: Start | None) -> HostProcess:
-        """Start the process of a host; no start: of this one.
-
-        Raises:
-            ConfigError: there is no connection to it, or nothing to make one by.
-        """
-        text = Path(str(self.program.__file__)).read_bytes()
-        command = [self.python, "-I", "-c", f"import sys; exec(sys.stdin.buffer.read({len(text)}))"]
-        line = command if start is None else command_on(host, command, start)
-        return HostProcess(self, host, line, text + json.dumps({**request, "mark": MARK}).encode() + b"\n")
+def agent_line(python: str) -> tuple[list[str], bytes]:
+    """Return what runs the agent of a host by a Python, and what that reads first, before the request."""
+    texts = {module.__name__: Path(str(module.__file__)).read_bytes() for module in (connection, host_agent)}
+    sizes = [(name, len(text)) for name, text in texts.items()]
+    return [python, "-I", "-S", "-c", _RUNS.format(sizes)], b"".join(texts.values())
 
 
 def others(start: Start) -> list[str]:
@@ -97,18 +78,6 @@ def reaches(start: Start) -> bool:
     return start.by_ssh or bool(slurm_job(os.environ)) or bool(_agent())
 
 
-def texts(start: Start, names: Sequence[str], files: Sequence[str], limit_s: float) -> list[str]:
-    """Return the texts of files, one after the other, for each host that gives them within a time limit."""
-    asked = []
-    for name in names:
-        with suppress(ConfigError):
-            line = ["timeout", "--kill-after=1", f"{limit_s:g}", *command_on(name, ["cat", *files], start)]
-            quiet = subprocess.DEVNULL
-            asked.append(subprocess.Popen(line, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True))
-    outputs = [process.communicate()[0] for process in asked]
-    return [text for text, process in zip(outputs, asked, strict=True) if process.returncode == 0]
-
-
 def _agent() -> str:
     return next((os.environ[name] for name in AGENTS["Open MPI"] if name in os.environ), "")
 
@@ -129,89 +98,159 @@ def command_on(host: str, command: Sequence[str], start: Start) -> list[str]:
     raise ConfigError(f"hosts are reached by ssh, by srun, or by the agent that {name} names; set that")
 
 
-class HostRefusedError(ConfigError):
-    """A host that is reached cannot do what its process is for."""
-
-
-class HostProcess:
-    """A process of a host's own Python, which lives as long as its standard input is open.
+def hear(connection: HostConnection, folder: Path, take: Callable[[str, Any], object]) -> None:
+    """Take what an agent sends: messages, and files of results, until it ends.
 
     Args:
-        errand: what it is for.
+        connection: to it.
+        folder: where files go to.
+        take: called with each message: what it is, and its value.
+
+    Raises:
+        EOFError: it has ended.
+        OSError: the connection is broken, or files cannot be written.
+        ValueError: a file has a name that no rank gives, or that another one has.
+    """
+    while True:
+        what, value = connection.receive_json()
+        if what != "file":
+            take(what, value)
+            continue
+        if not _RESULT.fullmatch(value) or (folder / value).exists():
+            raise ValueError(f"{value!r} is no result, or has come before")
+        coming = (folder / value).with_suffix(".coming")
+        with coming.open("xb") as file:
+            for piece in connection.receive_content():
+                file.write(piece)
+        coming.rename(folder / value)
+
+
+class Agent:
+    """The agent of a host, and what it has answered.
+
+    Args:
         name: of the host.
-        line: runs it.
-        begins: what it reads first: its text, and the request.
+        line: starts it.
+        begins: what it reads first.
+        changed: is notified when it has answered.
 
     Attributes:
-        input, output: its standard input, which does not block, and its standard output.
-        rest: what it has written after its last answer, as far as that was read.
+        name: the argument.
+        connection: to it.
+        answer: its last one: ``"wants"`` files, ``"ready"``, ``"failed"`` or ``"ended"``; empty: none yet.
+        value: that belongs to the answer.
+        passed_on: the last request up to which all messages have come; infinite: it has ended.
+        heard: when it was heard last.
+
+    Raises:
+        OSError: there is no such program.
     """
 
-    def __init__(self, errand: Errand, name: str, line: Sequence[str], begins: bytes) -> None:
+    def __init__(self, name: str, line: Sequence[str], begins: bytes, changed: threading.Condition) -> None:
         self.name = name
-        self.rest = b""
-        self._errand = errand
+        self.answer = ""
+        self.value: Any = None
+        self.passed_on: float = 0
+        self.heard = time.monotonic()
+        self._changed = changed
+        self._peer, theirs = socket.socketpair()
+        self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALL_S, 0))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process runs
-        pipe = subprocess.PIPE
         try:  # in its own session: an interrupt is for this process, which ends it
-            self._process = subprocess.Popen(
-                line, stdin=pipe, stdout=pipe, stderr=self._errors, bufsize=0, start_new_session=True
-            )
-        except OSError as error:
+            with theirs:
+                number = theirs.fileno()
+                self._process = subprocess.Popen(
+                    line, stdin=number, stdout=number, stderr=self._errors, start_new_session=True
+                )
+        except OSError:
+            self._peer.close()
             self._errors.close()
-            raise ConfigError(f"{errand.name}: cannot run {line[0]}: {error.strerror}") from None
-        self.input = cast("IO[bytes]", self._process.stdin)
-        self.output = cast("IO[bytes]", self._process.stdout)
-        with suppress(BrokenPipeError):  # its answer says why
-            self.input.write(begins)
-        os.set_blocking(self.input.fileno(), False)
+            raise
+        with suppress(OSError):  # its answer says why
+            self._peer.sendall(begins)
+        self.connection = HostConnection(self._peer)
+        self._reader: threading.Thread | None = None
 
-    def answer(self, limit_s: float = _ANSWER_S) -> str:
-        """Return what it answers.
+    def begin(self, take: Callable[[str, Any], object], folder: Path, lost: Callable[[Exception], object]) -> None:
+        """Hear it from now on.
 
-        Raises:
-            HostRefusedError: that it cannot do what it is for.
-            ConfigError: it has ended, or answers nothing for too long.
+        Args:
+            take: called with its messages.
+            folder: for results.
+            lost: called with the error by which results are lost.
         """
-        waiting = select.poll()
-        waiting.register(self.output, select.POLLIN)
-        deadline = time.monotonic() + limit_s
-        while True:
-            line, end, rest = self.rest.partition(b"\n")
-            if not end:
-                if not waiting.poll(max(deadline - time.monotonic(), 0.0) * 1000):
-                    raise ConfigError(f"{self._errand.name}: {self.name} has not answered for {limit_s:g} s")
-                piece = os.read(self.output.fileno(), PIECE_NBYTES)
-                if not piece:
-                    raise ConfigError(f"{self._errand.name}: {self._how_it_ended()}")
-                self.rest += piece
-                continue
-            self.rest = rest
-            if line.startswith(MARK.encode()):
-                what, text = json.loads(line[len(MARK) :])
-                if what == "failed":
-                    raise HostRefusedError(f"{self._errand.name}: {self.name}: {text}")
-                return str(what)
 
-    def _how_it_ended(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        self._errors.seek(0)
-        said = " ".join(self._errors.read().decode(errors="replace").split())[-_SHOWN:]
-        python = self._errand.python
-        if self._process.returncode == 127 or (python in said and "No such file" in said):
-            return f"{self.name} has no {python}, {self._errand.python_is}; install it there ({said})"
-        return f"{self.name} cannot be reached, or has ended, with status {self._process.returncode}: {said}"
+        def read() -> None:
+            try:
+                self._skip_greeting()
+                hear(self.connection, folder, partial(self._take, take))
+            except EOFError:
+                pass
+            except (OSError, ValueError) as error:
+                lost(error)
+            with self._changed:
+                if self.answer != "failed":
+                    self.answer = "ended"
+                self.passed_on = math.inf
+                self._changed.notify_all()
+
+        self._reader = threading.Thread(target=read, name=f"ringreduce hears {self.name}", daemon=True)
+        self._reader.start()
+
+    def _skip_greeting(self) -> None:
+        """Skip what shells of the host write."""
+        line = b""
+        while line != host_agent.GREETING + b"\n":
+            byte = self._peer.recv(1)
+            if not byte:
+                raise EOFError
+            line = (b"" if line.endswith(b"\n") else line)[-_SHOWN:] + byte
+
+    def _take(self, take: Callable[[str, Any], object], what: str, value: Any) -> None:
+        self.heard = time.monotonic()
+        if what not in ("wants", "ready", "failed", "passed on"):
+            take(what, value)
+            return
+        with self._changed:
+            if what == "passed on":
+                self.passed_on = value
+            else:
+                self.answer, self.value = what, value
+            self._changed.notify_all()
 
     @property
     def hangs(self) -> bool:
         """Whether it runs on, though it has not answered."""
-        return self._process.poll() is None
+        return not self.answer and self._process.poll() is None
+
+    def has_passed_on(self, number: int) -> bool:
+        """Return whether no message from before a request is still to come."""
+        return self.passed_on >= number
+
+    def why_not(self, python: str, python_is: str) -> str:
+        """Return why it is not ready, as it says, or by how its process has ended."""
+        if self.answer == "failed":
+            return f"{self.name}: {self.value}"
+        if self.hangs:
+            return f"{self.name} does not answer"
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        self._errors.seek(0)
+        written = " ".join(self._errors.read().decode(errors="replace").split())[-_SHOWN:]
+        if self._process.returncode == 127 or (python in written and "No such file" in written):
+            return f"{self.name} has no {python}, {python_is}; install it there ({written})"
+        return f"{self.name} cannot be reached, or has ended, with status {self._process.returncode}: {written}"
 
     def close_input(self) -> None:
         """Have it do what is left to do, and end."""
         with suppress(OSError):
-            self.input.close()
+            self._peer.shutdown(socket.SHUT_WR)
+
+    def drain(self, stall_s: float) -> None:
+        """Wait until all has come that it sends before its end, or nothing for too long."""
+        self.heard = time.monotonic()
+        while self._reader is not None and self._reader.is_alive() and time.monotonic() < self.heard + stall_s:
+            self._reader.join(1.0)
 
     def kill(self) -> None:
         """End the connection at once, as to a host that is lost."""
@@ -226,82 +265,8 @@ class HostProcess:
             self._process.wait()
             return False
         finally:
-            self.close_input()
-            self.output.close()
+            with suppress(OSError):
+                self._peer.shutdown(socket.SHUT_RDWR)  # which ends its reader
+            self._peer.close()
             self._errors.close()
         return True
-
-
-def close_inputs(processes: Sequence[HostProcess], start: Start) -> None:
-    """Have all processes end; those of hosts that were lost are not waited for."""
-    for each in processes:
-        if start.has_lost(each.name):
-            each.kill()
-        each.close_input()
-
-
-def end_all(processes: Sequence[HostProcess], start: Start) -> list[str]:
-    """Have all processes end; return the hosts whose processes may not have, as they are lost, or late."""
-    close_inputs(processes, start)
-    deadline = time.monotonic() + _END_S
-    ended = {each.name: each.has_ended(max(deadline - time.monotonic(), 0.1)) for each in processes}
-    return [name for name, has_ended in ended.items() if start.has_lost(name) or not has_ended]
-
-
-class ToAll:
-    """A stream to processes of several hosts: all get the same.
-
-    Args:
-        errand: what they are for.
-        processes: which.
-        progress: called with the bytes that all have got.
-    """
-
-    def __init__(
-        self, errand: Errand, processes: Sequence[HostProcess], progress: Callable[[int], object] = lambda nbytes: None
-    ) -> None:
-        self._errand = errand
-        self._processes = {each.input.fileno(): each for each in processes}
-        self._progress = progress
-        self._sent_nbytes = 0
-        self._held = bytearray()  # until there is enough: files are small
-
-    def tell(self) -> int:
-        """Return how many bytes were written."""
-        return self._sent_nbytes + len(self._held)
-
-    def write(self, piece: bytes) -> int:
-        """Hand a piece to all, now or with later ones; see `flush` for errors."""
-        self._held += piece
-        if len(self._held) >= PIECE_NBYTES:
-            self.flush()
-        return len(piece)
-
-    def flush(self) -> None:
-        """Hand what was written to all.
-
-        Raises:
-            ConfigError: one has ended, or takes nothing for too long.
-        """
-        piece = bytes(self._held)
-        self._held.clear()
-        left = {number: memoryview(piece) for number in self._processes if piece}
-        waiting = select.poll()
-        for number in left:
-            waiting.register(number, select.POLLOUT)
-        while left:
-            ready = waiting.poll(_STALL_S * 1000)
-            if not ready:
-                names = " and ".join(self._processes[number].name for number in left)
-                raise ConfigError(f"{self._errand.name}: {names} has taken nothing for {_STALL_S:g} s")
-            for number, _ in ready:
-                try:
-                    left[number] = left[number][os.write(number, left[number]) :]
-                except BrokenPipeError:
-                    self._processes[number].answer()  # raises why
-                    raise
-                if not left[number]:
-                    waiting.unregister(number)
-                    del left[number]
-        self._sent_nbytes += len(piece)
-        self._progress(self._sent_nbytes)

@@ -131,7 +131,7 @@ def spoilt(ready: Cluster, request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 BREAKS_OFF = r"""#!/bin/sh
-printf '\nringreduce-answer ["wants", ""]\n'
+printf '\nringreduce-agent\n\000\000\000\015["wants", ""]\n'
 head -c 100000 >/dev/null
 kill -9 $PPID
 """

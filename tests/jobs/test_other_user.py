@@ -23,7 +23,7 @@ from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import read_secret, write_secret
 from ringreduce.common.sealed_files import PLAIN
 from ringreduce.elastic import CommitStore
-from ringreduce.launcher import unpack
+from ringreduce.launcher import host_agent
 from ringreduce.launcher.shells import shell
 from ringreduce.launcher.spec import LaunchSpec
 from ringreduce.launcher.start import make_folder
@@ -293,7 +293,7 @@ def reads_key(place: Path) -> None:
 
 
 def takes_copy(place: Path) -> None:
-    unpack._require_own(str(place / "name"))
+    host_agent.require_own(str(place / "name"))
 
 
 @pytest.mark.parametrize("target", ["folder", "file", "link to his", "link to ours"])
@@ -317,7 +317,7 @@ def test_a_name_that_is_taken(
         other.does(SQUATS, f"{his}/" if ours.is_dir() else his, "")
     where = {"folder": "", "file": "", "link to his": his, "link to ours": ours}[target]
     other.does(SQUATS, f"{name}/" if target == "folder" else name, where)
-    with pytest.raises((OSError, ConfigError, unpack._NoPlaceError)):
+    with pytest.raises((OSError, ConfigError)):
         act(place)
     for each in (ours, his, name):
         if each.exists():

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from ringreduce.launcher.call_server import REQUESTS, VARIABLE, call_answers, fetch_call, leave_there
-from ringreduce.launcher.connection import TokenConnection, connected, listening
+from ringreduce.launcher.connection import HostConnection, connected, listening
 
 TOKEN = "0123456789abcdef"
 
 
 @contextmanager
-def two_ends(token: str = TOKEN) -> Iterator[tuple[TokenConnection, TokenConnection, socket.socket, socket.socket]]:
+def two_ends(token: str = TOKEN) -> Iterator[tuple[HostConnection, HostConnection, socket.socket, socket.socket]]:
     """Yield the end that asks, the end that answers, and their sockets."""
     ours, theirs = socket.socketpair()
-    answering: list[TokenConnection] = []
+    answering: list[HostConnection] = []
     with ours, theirs:
-        thread = threading.Thread(target=lambda: answering.append(TokenConnection(theirs, TOKEN, answers=True)))
+        thread = threading.Thread(target=lambda: answering.append(HostConnection(theirs, TOKEN, answers=True)))
         thread.start()
-        asking = TokenConnection(ours, token, answers=False)
+        asking = HostConnection(ours, token, answers=False)
         thread.join(30)
         yield asking, answering[0], ours, theirs
 
@@ -63,7 +63,7 @@ def test_a_changed_frame_is_an_error(at: int) -> None:
     """Whichever of its bytes is another one: of the length, the code or the content."""
     with two_ends() as (asking, answering, ours, theirs):
         asking.send(b"frame")
-        frame = bytearray(theirs.recv(4 + 32 + 5, socket.MSG_WAITALL))
+        frame = bytearray(theirs.recv(4 + 32 + 6, socket.MSG_WAITALL))
         frame[at] ^= 1
         ours.sendall(frame)
         ours.shutdown(socket.SHUT_WR)
@@ -74,7 +74,7 @@ def test_a_changed_frame_is_an_error(at: int) -> None:
 def test_a_frame_that_comes_again_is_an_error() -> None:
     with two_ends() as (asking, answering, ours, theirs):
         asking.send(b"frame")
-        frame = theirs.recv(4 + 32 + 5, socket.MSG_WAITALL)
+        frame = theirs.recv(4 + 32 + 6, socket.MSG_WAITALL)
         ours.sendall(frame + frame)
         assert answering.receive() == b"frame"
         with pytest.raises(ConnectionError, match="does not come from the other end"):
@@ -84,7 +84,7 @@ def test_a_frame_that_comes_again_is_an_error() -> None:
 def test_a_frame_that_is_left_out_is_an_error() -> None:
     with two_ends() as (asking, answering, _, theirs):
         asking.send(b"first")
-        theirs.recv(4 + 32 + 5, socket.MSG_WAITALL)
+        theirs.recv(4 + 32 + 6, socket.MSG_WAITALL)
         asking.send(b"second")
         with pytest.raises(ConnectionError, match="does not come from the other end"):
             answering.receive()
@@ -93,7 +93,7 @@ def test_a_frame_that_is_left_out_is_an_error() -> None:
 def test_a_frame_that_is_sent_back_is_an_error() -> None:
     with two_ends() as (asking, _, _, theirs):
         asking.send(b"frame")
-        theirs.sendall(theirs.recv(4 + 32 + 5, socket.MSG_WAITALL))
+        theirs.sendall(theirs.recv(4 + 32 + 6, socket.MSG_WAITALL))
         with pytest.raises(ConnectionError, match="does not come from the other end"):
             asking.receive()
 
@@ -102,7 +102,7 @@ def test_a_recorded_connection_cannot_be_replayed() -> None:
     """The other end has another random number each time."""
     with two_ends() as (asking, _, _, theirs):
         asking.send(b"request")
-        recorded = theirs.recv(4 + 32 + 7, socket.MSG_WAITALL)
+        recorded = theirs.recv(4 + 32 + 8, socket.MSG_WAITALL)
     with two_ends() as (_, answering, ours, _):
         ours.sendall(recorded)
         with pytest.raises(ConnectionError, match="does not come from the other end"):
@@ -115,7 +115,7 @@ def test_the_token_is_in_no_message() -> None:
         assert TOKEN.encode() not in theirs.recv(1 << 16)
 
 
-def echo(request: dict[str, Any], connection: TokenConnection) -> None:
+def echo(request: dict[str, Any], connection: HostConnection) -> None:
     connection.send_json(request)
 
 
@@ -146,7 +146,7 @@ def test_requests_are_answered_at_the_same_time() -> None:
     """One that waits for the other does not hold it up."""
     both = threading.Barrier(2)
 
-    def answer(request: dict[str, Any], connection: TokenConnection) -> None:
+    def answer(request: dict[str, Any], connection: HostConnection) -> None:
         both.wait(30)
         connection.send_json("both")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from ringreduce.engines.ray_ranks import StandIns
-from ringreduce.launcher.connection import TokenConnection
+from ringreduce.launcher.connection import HostConnection
 
 
 def test_a_stand_in_whose_host_does_not_answer_has_ended() -> None:
@@ -16,7 +16,7 @@ def test_a_stand_in_whose_host_does_not_answer_has_ended() -> None:
     with ours, theirs:
         theirs.sendall(bytes(16))  # its random number
         ours.settimeout(0.01)  # as TCP_USER_TIMEOUT ends a connection
-        connection = TokenConnection(ours, "token", answers=True)
+        connection = HostConnection(ours, "token", answers=True)
         stand_ins.offer({"environ": said, "host": "10.0.0.2/0", "pids": "1"}, connection)
     found = stand_ins.take(1.0)
     assert found[0].has_ended

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import subprocess
+import re
+import socket
 import sys
 import tarfile
-from collections.abc import Callable
+import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,12 @@ from typing import Any
 import pytest
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.launcher import unpack
-from ringreduce.launcher.cargo import Cargo
-from ringreduce.launcher.reach import MARK
+from ringreduce.launcher.connection import HostConnection
+from ringreduce.launcher.host_agent import have_copy
+from ringreduce.launcher.ship import Shipment
 from ringreduce.launcher.spec import LaunchSpec
 
 VERSION = sys.version.partition("(")[0].strip()
-#: What a shell adds to an answer, and what is no answer.
-NOISE = "Welcome\n"
 
 
 @pytest.fixture
@@ -47,31 +46,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def cargo(*paths: Path, **options: Any) -> Cargo:
+def shipment(*paths: Path, **options: Any) -> Shipment:
     """Return what a job of a script takes."""
     program = (f"{sys.prefix}/bin/python", "train.py")
-    return Cargo.of(LaunchSpec(program=program, ship=True, ship_paths=tuple(map(str, paths)), **options))
+    return Shipment(LaunchSpec(program=program, ship=True, ship_paths=tuple(map(str, paths)), **options))
 
 
 def test_what_is_copied(folder: Path) -> None:
     """The environment, the script, what it can import from its folder, ringreduce and what is named: each once."""
-    wanted = cargo(folder / "data", folder / "env" / "bin")
+    wanted = shipment(folder / "data", folder / "env" / "bin")
     project = folder / "project"
     mine = [folder / "data", folder / "env", *(project / name for name in ("beside.py", "package", "train.py"))]
     assert [Path(path) for path in wanted.paths if path.startswith(str(folder))] == sorted(mine)
     others = [Path(path).name for path in wanted.paths if not path.startswith(str(folder))]
     assert others == ["ringreduce", "ringreduce_torch_backend.py"]
     with pytest.raises(ConfigError, match=r"--ship-path .*nothing: it is not there"):
-        cargo(folder / "nothing")
+        shipment(folder / "nothing")
     with pytest.raises(ConfigError, match="holds the copies themselves"):
-        cargo(folder)
+        shipment(folder)
 
 
 def test_an_archive_leads_to_the_copies(folder: Path) -> None:
     """Scripts of the environment name its copy, links lead to copies, and all else is as it is here."""
-    wanted = cargo(folder / "data")
+    wanted = shipment(folder / "data")
     stream = io.BytesIO()
-    wanted.write(stream)
+    wanted.write(stream.write)
     stream.seek(0)
     with tarfile.open(fileobj=stream) as archive:
         found = {f"/{each.name}": each for each in archive}
@@ -89,7 +88,7 @@ def test_an_archive_leads_to_the_copies(folder: Path) -> None:
 
 def test_words_of_a_command_line(folder: Path) -> None:
     """Paths of what is copied lead to the copies, also behind an option; all others, and the folder of logs, stay."""
-    wanted = cargo(folder / "data", folder=f"{folder}/data/logs")
+    wanted = shipment(folder / "data", folder=f"{folder}/data/logs")
     for word in (f"{folder}/data", f"{folder}/data/a/b", f"{folder}/env/bin/python"):
         assert wanted.there(word) == wanted.root + word
         assert wanted.there(f"--data={word}") == f"--data={wanted.root}{word}"
@@ -100,14 +99,14 @@ def test_words_of_a_command_line(folder: Path) -> None:
 
 def test_a_version_is_that_of_the_files(folder: Path) -> None:
     """What changes a file, or adds one, makes another; modules that are compiled meanwhile do not."""
-    first = cargo().name
+    first = shipment().name
     (folder / "env" / "__pycache__").mkdir()
     (folder / "env" / "__pycache__" / "module.pyc").write_bytes(b"compiled")
-    assert cargo().name == first
+    assert shipment().name == first
     os.utime(folder / "env" / "pyvenv.cfg", ns=(0, 1))
-    second = cargo().name
+    second = shipment().name
     (folder / "env" / "added").touch()
-    assert len({first, second, cargo().name}) == 3
+    assert len({first, second, shipment().name}) == 3
     assert len({name.partition("-")[0] for name in (first, second)}) == 1
 
 
@@ -115,14 +114,14 @@ def test_a_version_is_the_same_for_all_hosts_that_start_jobs_of_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies serve all of them, and name none; each has a folder of its own that leads there."""
-    one = cargo(folder / "data")
+    one = shipment(folder / "data")
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
-    two = cargo(folder / "data")
+    two = shipment(folder / "data")
     assert one.store == two.store
     assert one.root != two.root
     archives = [io.BytesIO(), io.BytesIO()]
     for each, stream in zip((one, two), archives, strict=True):
-        each.write(stream)
+        each.write(stream.write)
     assert archives[0].getvalue() == archives[1].getvalue()
 
 
@@ -148,7 +147,7 @@ def test_which_script_is_copied(folder: Path, line: str, script: str) -> None:
     (project / "sub").mkdir()
     for name in ("x.py", "x.txt", "run.sh", "near.py"):
         (project / "sub" / name).touch()
-    found = Cargo.of(LaunchSpec(program=tuple(line.split()), ship=True)).paths
+    found = Shipment(LaunchSpec(program=tuple(line.split()), ship=True)).paths
     mine = {os.path.relpath(path, project) for path in found if path.startswith(str(project))}
     beside = {"sub/x.py", "sub/near.py"} if script.startswith("sub") else {"beside.py", "package", "train.py"}
     assert mine == ({"package"} if script == "package" else {*beside, *filter(None, [script])})
@@ -158,7 +157,7 @@ def test_a_python_of_the_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     """With the remedy."""
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     with pytest.raises(ConfigError, match=r"is in none: make one by python -m venv"):
-        cargo()
+        shipment()
 
 
 @pytest.mark.parametrize(
@@ -170,44 +169,49 @@ def test_options_that_do_not_go_together(options: dict[str, Any]) -> None:
         LaunchSpec(program=("x",), **options).require_sense()
 
 
-# ---- the process of a host ----
-
-Holder = Callable[..., "subprocess.Popen[bytes]"]
+# ---- on a host ----
 
 
-@pytest.fixture
-def holder(tmp_path: Path) -> Holder:
-    """Starts the process of a host for a version, kept or not."""
+class Holder:
+    """What an agent does for a job that has a copy.
 
-    def begin(name: str = "e-1", **request: Any) -> subprocess.Popen[bytes]:
-        asked = {
-            "base": str(tmp_path / "own"),
-            "name": name,
-            "job": f"{name}-one",
-            "links": False,
-            "keep": False,
-            "mark": MARK,
-            "count": 1,
-            "version": VERSION,
-        }
-        asked["python"] = f"{tmp_path}/own/{name}/root/python"
-        process = subprocess.Popen([sys.executable, unpack.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps({**asked, **request}).encode() + b"\n")
-        process.stdin.flush()
-        return process
+    Args:
+        folder: of this host.
+        name: of the version.
+        asked: the rest of the request.
+    """
 
-    return begin
+    def __init__(self, folder: Path, name: str = "e-1", **asked: Any) -> None:
+        self._peers = socket.socketpair()
+        self._at_end = ExitStack()
+        self.sent = 0
+        ours, theirs = self._peers
+        host = threading.Thread(target=self._answer, args=(HostConnection(theirs), asked.pop("archive", archive())))
+        host.start()
+        request = {"base": f"{folder}/own", "name": name, "job": "e-one", "leads here": False, "keep": False}
+        try:
+            with self._at_end as at_end:
+                have_copy({**request, "version": VERSION, **asked}, HostConnection(ours), at_end)
+                self._at_end = at_end.pop_all()
+        finally:
+            ours.close()
+            host.join(30)
+            theirs.close()
 
+    def _answer(self, connection: HostConnection, content: bytes) -> None:
+        with suppress(EOFError):
+            assert connection.receive_json() == ["wants", ""]
+            self.sent += 1
+            for at in range(0, len(content), 4099):
+                connection.send(content[at : at + 4099])
+            if content.endswith(bytes(512)):
+                connection.send(b"")
+            else:
+                self._peers[1].shutdown(socket.SHUT_WR)
 
-def answer(process: subprocess.Popen[bytes]) -> list[str]:
-    """Return the next answer; nothing once the process has ended."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(MARK.encode()):
-            found: list[str] = json.loads(line[len(MARK) :])
-            return found
-    return []
+    def end(self) -> None:
+        """The job has ended."""
+        self._at_end.close()
 
 
 def archive() -> bytes:
@@ -221,121 +225,79 @@ def archive() -> bytes:
     return stream.getvalue()
 
 
-def copied(process: subprocess.Popen[bytes]) -> None:
-    """Give a process its files."""
-    assert answer(process) == ["wants", ""]
-    assert process.stdin is not None
-    process.stdin.write(archive())
-    process.stdin.flush()
-    assert answer(process) == ["has", ""]
+def names(folder: Path) -> set[str]:
+    """Return the copies that there are, and what leads to them."""
+    return {each.name for each in (folder / "own").iterdir()}
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
-    """Close the input of a process, and return its status."""
-    process.communicate(timeout=60)
-    return process.returncode
-
-
-def test_a_copy_stays_as_long_as_a_job_uses_it(holder: Holder, tmp_path: Path) -> None:
+def test_a_copy_stays_as_long_as_a_job_uses_it(tmp_path: Path) -> None:
     """Jobs of one version share it, also of two hosts, and the last one removes it; a kept one serves later jobs."""
-    one = holder()
-    copied(one)
-    two = holder()
-    assert answer(two) == ["has", ""]
-    assert end(one) == 0
-    other = holder(job="e-1-other")
-    assert answer(other) == ["has", ""]
+    one = Holder(tmp_path)
+    two = Holder(tmp_path)
+    other = Holder(tmp_path, job="e-other")
+    assert [one.sent, two.sent, other.sent] == [1, 0, 0]
+    one.end()
     for job in ("one", "other"):
-        tree = tmp_path / "own" / f"e-1-{job}" / "root"
-        assert tree.samefile(tmp_path / "own" / "e-1" / "root")
-    assert end(two) == 0
-    assert {each.name for each in (tmp_path / "own").iterdir()} == {"e-1", "e-1-other"}
-    assert end(other) == 0
+        assert (tmp_path / "own" / f"e-{job}" / "root").samefile(tmp_path / "own" / "e-1" / "root")
+    two.end()
+    assert names(tmp_path) == {"e-1", "e-other"}
+    other.end()
     assert not (tmp_path / "own").exists()
 
-    kept = holder(keep=True)
-    copied(kept)
-    assert end(kept) == 0
-    later = holder(keep=True)
-    assert answer(later) == ["has", ""]
-    assert end(later) == 0
+    for sent in (1, 0):
+        kept = Holder(tmp_path, keep=True)
+        assert kept.sent == sent
+        kept.end()
     for name, others in (("f-1", {"e-1", "f-1"}), ("e-2", {"e-2", "f-1"})):  # the latter is a new version of e-1
-        kept = holder(name, keep=True)
-        copied(kept)
-        assert end(kept) == 0
-        assert {each.name for each in (tmp_path / "own").iterdir()} == others
+        Holder(tmp_path, name, keep=True).end()
+        assert names(tmp_path) == others
 
 
-def test_a_copy_that_was_broken_off_counts_as_none(holder: Holder, tmp_path: Path) -> None:
+def test_a_copy_that_was_broken_off_counts_as_none(tmp_path: Path) -> None:
     """Whether its process could remove it, or was killed."""
-    broken = holder(keep=True, count=2)
-    assert answer(broken) == ["wants", ""]
-    assert broken.stdin is not None
-    broken.stdin.write(archive()[:512])
-    broken.stdin.close()
-    assert answer(broken) == ["failed", "the copy was broken off after 1 of 2 files"]
-    assert end_quietly(broken) == 1
+    with pytest.raises((EOFError, tarfile.TarError)):
+        Holder(tmp_path, keep=True, archive=archive()[:700])
     assert not (tmp_path / "own").exists()
-    killed = holder()
-    assert answer(killed) == ["wants", ""]
-    killed.kill()
-    end_quietly(killed)
-    assert (tmp_path / "own" / "e-1").exists()
-    again = holder()
-    copied(again)
-    assert end(again) == 0
+    (tmp_path / "own" / "e-1.killed" / "root").mkdir(parents=True, mode=0o700)
+    (tmp_path / "own").chmod(0o700)
+    again = Holder(tmp_path)
+    assert again.sent == 1
+    assert names(tmp_path) == {"e-1", "e-one"}
+    again.end()
+    assert not (tmp_path / "own").exists()
 
 
-def end_quietly(process: subprocess.Popen[bytes]) -> int:
-    """Return the status of a process that has ended, whose pipes are closed."""
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
-    return process.wait(60)
-
-
-def test_the_host_that_starts_a_job_gets_a_link(holder: Holder, tmp_path: Path) -> None:
+def test_the_host_that_starts_a_job_gets_a_link(tmp_path: Path) -> None:
     """Which goes at the end, and not what it leads to. A job that another host starts has a copy there, too."""
-    here = holder(links=True)
-    assert answer(here) == ["has", ""]
-    root = tmp_path / "own" / "e-1-one" / "root"
-    assert os.readlink(root) == "/"
+    here = Holder(tmp_path, **{"leads here": True})
+    assert os.readlink(tmp_path / "own" / "e-one" / "root") == "/"
     assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
-    by_another_name = holder()
-    assert answer(by_another_name) == ["has", ""]
-    of_another_host = holder(job="e-1-other")
-    copied(of_another_host)
+    by_another_name = Holder(tmp_path)
+    of_another_host = Holder(tmp_path, job="e-other")
+    assert [here.sent, by_another_name.sent, of_another_host.sent] == [0, 0, 1]
     assert not (tmp_path / "own" / "e-1" / "root").is_symlink()
     for each in (by_another_name, of_another_host, here):
-        assert end(each) == 0
+        each.end()
     assert not (tmp_path / "own").exists()
     assert tmp_path.exists()
 
 
-def test_a_folder_that_is_not_for_this_host_alone_is_refused(holder: Holder, tmp_path: Path) -> None:
-    """One that others may write to, and one that another host uses, too; both stay as they are."""
+def test_a_folder_that_is_not_for_this_host_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that others may write to, and one that another host of the job uses, too; both stay as they are."""
     (tmp_path / "own").mkdir(mode=0o755)
-    process = holder()
-    what, why = answer(process)
-    assert (what, end(process)) == ("failed", 1)
-    assert "is no folder of this user alone" in why
+    with pytest.raises(PermissionError, match="is no folder of this user alone"):
+        Holder(tmp_path)
     (tmp_path / "own").chmod(0o700)
-    (tmp_path / "own" / "e-1").mkdir()
-    (tmp_path / "own" / "e-1" / "whole").write_text("elsewhere")
-    process = holder()
-    what, why = answer(process)
-    assert (what, end(process)) == ("failed", 1)
-    assert "with elsewhere; set TMPDIR to a folder that each host has for itself" in why
-    assert (tmp_path / "own" / "e-1" / "whole").read_text() == "elsewhere"
+    first = Holder(tmp_path)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
+    with pytest.raises(OSError, match=r"with .*; set TMPDIR to a folder that each host has for itself"):
+        Holder(tmp_path)
+    assert names(tmp_path) == {"e-1", "e-one"}
+    first.end()
 
 
-def test_another_python_is_refused(holder: Holder, tmp_path: Path) -> None:
-    """Its version is named, and the copy is removed."""
-    process = holder(version="2.7.18")
-    assert answer(process) == ["wants", ""]
-    assert process.stdin is not None
-    process.stdin.write(archive())
-    process.stdin.flush()
-    assert answer(process) == ["failed", f"the Python of the environment should be 2.7.18, and here it is {VERSION}"]
-    end(process)
+def test_another_python_is_refused(tmp_path: Path) -> None:
+    """Its version is named, and nothing is copied."""
+    with pytest.raises(OSError, match=rf"should be 2\.7\.18, and here it is {re.escape(VERSION)}"):
+        Holder(tmp_path, version="2.7.18")
     assert not (tmp_path / "own").exists()
