@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import KEY_VARIABLE
 from ringreduce.common.libraries import require_library
-from ringreduce.launcher.agent_server import PYTHON, agent_server, as_worker, private_folder, worker_environment
-from ringreduce.launcher.call_server import REQUESTS, VARIABLE, call_answers, fetch_call, leave_there
-from ringreduce.launcher.function import carry_out, make_call, pickled_call, results
-
-if TYPE_CHECKING:
-    from ringreduce.engines.slots import Slots
+from ringreduce.engines.slots import Slots, folder_of_call
+from ringreduce.launcher.agent_server import PYTHON, agent_server, as_worker
+from ringreduce.launcher.function import carry_out, pickled_call, results, work
 
 
 def engine(name: str, extra: str) -> ModuleType:
@@ -80,7 +76,6 @@ def run_on(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     *,
-    address: str,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     look: Callable[[], object] = lambda: None,
@@ -88,11 +83,10 @@ def run_on(
     """Call a function on new ranks on the hosts of an engine, and wait for them.
 
     Args:
-        held: the slots of its hosts, which also listen for ranks. This host needs none.
+        held: the slots of its hosts.
         hosts: slots by host, by names that ``held`` knows: addresses, or words without dots, as mpirun cuts names
             there; none if the options have a program that lists them.
         fn, args: the call; pickled by cloudpickle, if it is installed.
-        address: of this host, by which ranks reach it.
         options: more options of ``ringreduce run``; with ``--elastic``, ranks that die are survived.
         env: variables for all ranks.
         look: called again and again; what it raises ends the job.
@@ -104,32 +98,24 @@ def run_on(
         ConfigError: an argument is wrong, mpirun is missing, or the function cannot be pickled.
         CollectiveError: a rank failed, and ended the job; the message has its traceback.
     """
-    call = pickled_call(fn, tuple(args), {}, here=False)
+    held.call = pickled_call(fn, tuple(args), {}, here=False)
     size = None if "--elastic" in options else sum(hosts.values())
     exported = [word for name in env or () for word in ("-x", name)]  # values are in no command line
     where = on_hosts(hosts) if hosts else []
     line = job_line([*where, *exported, *options], "ringreduce.engines", "work_there")
-    with private_folder() as folder, agent_server(held.start, folder) as environ:
-        held.pass_messages_to(folder)
-        held.answers |= dict.fromkeys(REQUESTS, call_answers(call, folder, size))
+    with agent_server(held.start, held.folder) as environ:
         # The folder is removed also where mpirun is killed, and leaves its files.
-        environ |= {"TMPDIR": str(folder), **worker_environment(address), **(env or {}), VARIABLE: held.ticket}
-        return results(folder, size, carry_out(line, environ, folder=folder, size=size, look=look))
+        environ |= {"TMPDIR": str(held.folder), **(env or {})}
+        return results(held.folder, size, carry_out(line, environ, folder=held.folder, size=size, look=look))
 
 
 # ---- in a rank ----
 
 
 def work_there() -> None:
-    """Make the call that `run_on` hands out, and send it the result or the traceback.
+    """Make the call that `run_on` hands out, and leave the result or the traceback for it.
 
     In a process of its own: one rank, on a host that need not share a folder with the program.
     """
     as_worker()
-    try:
-        refuse_key()  # this host may have a setting of its own
-        result = make_call(fetch_call())
-    except BaseException:
-        leave_there("failure", traceback.format_exc().encode())
-        raise
-    leave_there("result", result)
+    work(folder_of_call(), refuse_key)  # this host may have a setting of its own

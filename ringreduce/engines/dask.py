@@ -99,7 +99,7 @@ def run(
             env = {"OMP_NUM_THREADS": str(max(share, 1)), **(env or {})}
             hosts = dict.fromkeys(names, 1)
             with why_failed(look):
-                return run_on(held_slots, hosts, _call, call, address=address, options=options, env=env, look=look)
+                return run_on(held_slots, hosts, _call, call, options=options, env=env, look=look)
         finally:
             held_slots.close()
             with suppress(Exception):  # the client may be closed, or have lost the scheduler

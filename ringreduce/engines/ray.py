@@ -20,8 +20,7 @@ from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import engine, job_line, on_hosts, refuse_key
 from ringreduce.engines.ray_ranks import BeginsAgainError, RankActor, StandIn, StandIns
 from ringreduce.engines.ray_room import Room, room
-from ringreduce.launcher.agent_server import agent_server, private_folder, worker_environment
-from ringreduce.launcher.call_server import VARIABLE
+from ringreduce.launcher.agent_server import TICKET, agent_server, worker_environment
 from ringreduce.launcher.function import begin, end
 from ringreduce.launcher.stand_ins import LEAVE, STAND_IN
 
@@ -181,7 +180,7 @@ class RayExecutor:
 
     def _begin_job(self, at_end: ExitStack) -> None:
         """Start the launcher, on a thread that lives until it ends."""
-        folder = at_end.enter_context(private_folder())
+        folder = self._room.slots.folder
         hosts = self._room.wait(self._settings.timeout_s)
         if self._elastic:
             for _ in range((self._most - self.num_workers) // self._per_bundle):
@@ -193,9 +192,8 @@ class RayExecutor:
         horovod = ["--horovod-variables"] if _HOROVOD in sys.modules else []
         line = job_line([*options, *horovod, *self._options], "ringreduce.launcher.stand_ins", "stand_in")
         environ = at_end.enter_context(agent_server(self._room.start, folder))
-        self._room.slots.pass_messages_to(folder)
         self._room.slots.answers[STAND_IN] = self._stand_ins.offer
-        environ |= {"TMPDIR": str(folder), **worker_environment(self._room.address), VARIABLE: self._room.slots.ticket}
+        environ |= {"TMPDIR": str(folder), **worker_environment(self._room.address), TICKET: self._room.slots.ticket}
         begun: Future[subprocess.Popen[bytes]] = Future()
         stand_ins = self._stand_ins
 

@@ -1,7 +1,7 @@
 """Slots that tasks of an engine hold on its nodes, for the daemons of mpirun, and the data that tasks give to ranks.
 
-A task calls `hold`, which starts a process of `slot_process` beside it. That connects to the driver: its `Slots` send
-it the commands that mpirun's agent asks for. A rank gets its data over `connection_to_task`.
+A task calls `hold`, which starts the agent of its host beside it. That connects to the driver: its `Slots` send it the
+commands that mpirun asks for, and take what ranks say and return. A rank gets its data over `connection_to_task`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.common.launch import MESSAGES_HERE, messages_in
-from ringreduce.engines import slot_process
-from ringreduce.launcher import agent
-from ringreduce.launcher import connection as connection_module
-from ringreduce.launcher.agent_server import worker_environment
-from ringreduce.launcher.call_server import VARIABLE
+from ringreduce.launcher import agent, host_agent
+from ringreduce.launcher.agent_server import TICKET, private_folder, worker_environment
 from ringreduce.launcher.connection import HostConnection, listening, served
+from ringreduce.launcher.marks import pass_on
+from ringreduce.launcher.reach import agent_line, hear
 
+#: The variable with the folder of an agent, which belongs to the node: mpirun passes it on to no other.
+_FOLDER = "_RINGREDUCE_SLOT"
+#: In that folder: the socket at which the task gives data to ranks, and the folder of the call and its results.
+_DATA = "data"
+_RESULTS = "results"
 _LOOK_EVERY_S = 0.2
 _LIST_EVERY_S = 0.5  # the launcher asks every second
 #: What slots get to end.
@@ -41,22 +46,29 @@ class Slots:
     Args:
         ticket: by which tasks and ranks connect to this process.
         answers: the attribute.
+        folder: of this user alone.
 
     Attributes:
         ticket: the argument, a secret.
+        folder: where the messages of ranks and what they return go to.
+        call: of a function, which each slot gets before its first command; empty: none.
         answers: what answers further requests, by ``what`` these ask for.
         lost: names of those whose tasks have ended before the job.
     """
 
-    def __init__(self, ticket: str, answers: dict[str, Callable[[dict[str, Any], HostConnection], object]]) -> None:
+    def __init__(
+        self, ticket: str, answers: dict[str, Callable[[dict[str, Any], HostConnection], object]], folder: Path
+    ) -> None:
         self.ticket = ticket
+        self.folder = folder
+        self.call = b""
         self.answers = answers
         self._changed = threading.Condition()
         self._connections: dict[str, HostConnection] = {}
         self._statuses: dict[int, int] = {}
+        self._have_call: set[str] = set()
         self._started = 0
         self._is_closed = False
-        self._messages = ""
         self.lost: list[str] = []
 
     def held(self) -> list[str]:
@@ -110,45 +122,31 @@ class Slots:
         """
         with self._changed:
             self._started = number = self._started + 1
-            if host in self._connections:
-                with suppress(OSError):
-                    self._connections[host].send_json([number, command])
+            connection = self._connections.get(host)
+        if connection is not None:
+            with suppress(OSError), connection.sending:
+                if self.call and host not in self._have_call:
+                    self._have_call.add(host)
+                    connection.send_json([host_agent.CALL, ""])
+                    connection.send_content(self.call)
+                connection.send_json([host_agent.RUN, [number, command]])
+        with self._changed:
             self._changed.wait_for(lambda: number in self._statuses or host not in self._connections)
             if number not in self._statuses and host in self.lost:
                 raise CollectiveError("the task there has ended")
             return self._statuses.pop(number, agent.UNREACHABLE)
 
-    def pass_messages_to(self, folder: Path) -> None:
-        """Write what ranks say to the FIFO of `ringreduce run` in a folder, from now on."""
-        self._messages = messages_in(str(folder))
-
-    def _pass_on(self, message: str) -> None:
-        with suppress(OSError):  # The job has ended.
-            fifo = os.open(self._messages, os.O_WRONLY | os.O_NONBLOCK)
-            try:
-                os.set_blocking(fifo, True)
-                os.write(fifo, f"{message}\n".encode())
-            finally:
-                os.close(fifo)
-
     def answer(self, request: Mapping[str, Any], connection: HostConnection) -> None:
-        """Take what a slot says, until its connection ends."""
+        """Take what the agent of a slot says, until its connection ends."""
         name = request["name"]
         with self._changed:
             if self._is_closed or name in self._connections or name in self.lost:
-                connection.send_json(slot_process.END)  # an engine runs tasks again that have failed
+                connection.send_json([host_agent.END, ""])  # an engine runs tasks again that have failed
                 return
             self._connections[name] = connection
             self._changed.notify_all()
         try:
-            while True:
-                number, status = connection.receive_json()
-                if number == slot_process.MESSAGE:
-                    self._pass_on(status)
-                    continue
-                with self._changed:
-                    self._statuses[number] = status
-                    self._changed.notify_all()
+            hear(connection, self.folder, partial(self._take, name))
         finally:
             with self._changed:
                 del self._connections[name]
@@ -156,14 +154,23 @@ class Slots:
                     self.lost.append(name)
                 self._changed.notify_all()
 
+    def _take(self, name: str, what: str, value: Any) -> None:
+        if what == "ended":
+            number, status = value
+            with self._changed:
+                self._statuses[number] = status
+                self._changed.notify_all()
+        elif what in ("message", "lives"):
+            pass_on(messages_in(str(self.folder)), what, value, name)
+
     def close(self) -> None:
         """Have all slots end, with all that runs in them, and wait until they have; not for what is lost."""
         with self._changed:
             if not self._is_closed:
                 self._is_closed = True
                 for connection in self._connections.values():
-                    with suppress(OSError):
-                        connection.send_json(slot_process.END)
+                    with suppress(OSError), connection.sending:
+                        connection.send_json([host_agent.END, ""])
             self._changed.wait_for(lambda: not self._connections, _END_S)
 
 
@@ -218,9 +225,12 @@ def slots(address: str) -> Iterator[Slots]:
     """
     answers: dict[str, Callable[[dict[str, Any], HostConnection], object]] = {}
     try:
-        with listening(address, lambda request, connection: answers[request["what"]](request, connection)) as ticket:
-            made = Slots(ticket, answers)
-            answers[slot_process.SLOT] = made.answer
+        with (
+            private_folder() as folder,
+            listening(address, lambda request, connection: answers[request["what"]](request, connection)) as ticket,
+        ):
+            made = Slots(ticket, answers, folder)
+            answers[host_agent.AGENT] = made.answer
             try:
                 yield made
             finally:
@@ -269,32 +279,30 @@ def hold(ticket: str, name: str, give: Callable[[socket.socket], object] = lambd
         ChildProcessError: somebody has killed the process that runs mpirun's daemon.
         ConnectionError: that could not connect to the driver, or the connection was lost.
     """
-    folder = tempfile.mkdtemp(prefix="ringreduce-")  # which the process removes, as this one may be killed
+    folder = tempfile.mkdtemp(prefix="ringreduce-")  # which the agent removes, as this process may be killed
+    line, texts = agent_line(sys.executable)
+    request: dict[str, Any] = {
+        "folder": folder,
+        "results": f"{folder}/{_RESULTS}",
+        "token": "",
+        "files": [],
+        "copy": None,
+    }
+    environ = {**os.environ, **worker_environment(name), _FOLDER: folder, MESSAGES_HERE: folder, TICKET: ticket}
     try:
         server = socket.socket(socket.AF_UNIX)
-        server.bind(f"{folder}/{slot_process.DATA}")
+        server.bind(f"{folder}/{_DATA}")
         server.listen()
         with (
             served(server, give),
-            subprocess.Popen(
-                [sys.executable, "-I", "-S", slot_process.__file__],
-                stdin=subprocess.PIPE,
-                env={
-                    **os.environ,
-                    **worker_environment(name),
-                    slot_process.FOLDER: folder,
-                    MESSAGES_HERE: folder,
-                    VARIABLE: ticket,
-                },
-                start_new_session=True,
-            ) as process,
+            subprocess.Popen(line, stdin=subprocess.PIPE, env=environ, start_new_session=True) as process,
         ):
             assert process.stdin is not None
-            process.stdin.write(json.dumps([ticket, name, connection_module.__file__]).encode() + b"\n")
+            process.stdin.write(texts + json.dumps({**request, "ticket": ticket, "name": name}).encode() + b"\n")
             process.stdin.flush()
             process.wait()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # if the process was killed
+        shutil.rmtree(folder, ignore_errors=True)  # if the agent was killed
     # The task fails, for the engine to run it again.
     if process.returncode < 0:
         raise ChildProcessError(f"the process that runs mpirun's daemon was ended by signal {-process.returncode}")
@@ -310,5 +318,10 @@ def hold(ticket: str, name: str, give: Callable[[socket.socket], object] = lambd
 def connection_to_task() -> socket.socket:
     """Return a connection to the task that holds the slot of this rank."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(f"{os.environ[slot_process.FOLDER]}/{slot_process.DATA}")
+    connection.connect(f"{os.environ[_FOLDER]}/{_DATA}")
     return connection
+
+
+def folder_of_call() -> Path:
+    """Return the folder with the call that this rank is to make, for what it returns."""
+    return Path(os.environ[_FOLDER], _RESULTS)

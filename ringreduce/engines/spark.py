@@ -13,7 +13,6 @@ from ringreduce.common.errors import CollectiveError, ConfigError
 from ringreduce.engines import engine, run_on
 from ringreduce.engines.slots import Slots, connection_to_task, hold, listed, slots, why_failed
 from ringreduce.engines.spark_tasks import TasksOfRanks, context_for, first_line, wait_for_cores
-from ringreduce.launcher.agent_server import private_folder
 
 if TYPE_CHECKING:
     import socket
@@ -193,9 +192,8 @@ def run_elastic(
         return lambda: tasks.count()
 
     with (
-        private_folder() as folder,
-        _held(context, size, size, work, limit_s=limit_s, survives=True) as (held, look, address),
-        listed(lambda: dict.fromkeys(held.held(), 1), folder) as (program, _),
+        _held(context, size, size, work, limit_s=limit_s, survives=True) as (held, look),
+        listed(lambda: dict.fromkeys(held.held(), 1), held.folder) as (program, _),
         why_failed(look),
     ):
         return run_on(
@@ -203,7 +201,6 @@ def run_elastic(
             {},
             _call,
             (fn, tuple(args), dict(kwargs or {})),
-            address=address,
             options=[*words, "--host-discovery-script", str(program), *_words(nics, verbose), *options],
             env=_environment(context, env),
             look=look,
@@ -296,12 +293,12 @@ def _run_in_tasks(
     def work(ticket: str) -> Callable[[], object]:
         return _work(context, rows, ticket, num_proc)
 
-    with _held(context, num_proc, names, work, limit_s=limit_s, survives=False) as (held, look, address):
+    with _held(context, num_proc, names, work, limit_s=limit_s, survives=False) as (held, look):
         env = _environment(context, env)
         inside = _call if rows is None else _call_with_rows
         hosts = dict.fromkeys(names, 1)
         with why_failed(look):
-            results = run_on(held, hosts, inside, call, address=address, options=options, env=env)
+            results = run_on(held, hosts, inside, call, options=options, env=env)
         look()  # a task that has failed may have given its rank a part of its rows
         return results
 
@@ -315,7 +312,7 @@ def _held(
     *,
     limit_s: float,
     survives: bool,
-) -> Iterator[tuple[Slots, Callable[[], None], str]]:
+) -> Iterator[tuple[Slots, Callable[[], None]]]:
     """Have tasks hold slots as long as this context lasts.
 
     Args:
@@ -327,7 +324,7 @@ def _held(
         survives: whether the ranks go on if tasks end.
 
     Yields:
-        The slots, what raises why tasks have ended, and the address of the driver.
+        The slots, and what raises why tasks have ended.
     """
     deadline = time.monotonic() + limit_s
     wait_for_cores(context, num_proc, deadline)
@@ -337,7 +334,7 @@ def _held(
         try:
             look = partial(job.look, () if survives else held.lost)
             held.wait(names, max(deadline - time.monotonic(), 1.0), look)
-            yield held, look, address
+            yield held, look
         finally:
             held.close()
             job.end()

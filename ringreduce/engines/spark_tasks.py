@@ -54,19 +54,15 @@ def wait_for_cores(context: SparkContext, num_proc: int, deadline: float) -> Non
     Raises:
         ConfigError: it cannot, at that time.
     """
-    while (most := _most_tasks(context)) < num_proc:  # executors may be starting
+    scala = context._jsc.sc()
+    # As Spark asks itself before a barrier stage; executors may be starting.
+    while (most := scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile())) < num_proc:
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{num_proc} ranks take as many tasks at a time, and this Spark cluster runs {most}: its cores, "
                 "divided by spark.task.cpus"
             )
         time.sleep(_LOOK_EVERY_S)  # Spark says nothing when executors have come
-
-
-def _most_tasks(context: SparkContext) -> int:
-    """Return how many tasks the cluster runs at a time, by what Spark asks itself before a barrier stage."""
-    scala = context._jsc.sc()
-    return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
 
 
 class TasksOfRanks:

@@ -24,6 +24,9 @@ PYTHON = "_RINGREDUCE_PYTHON"
 _FOLDER = "_RINGREDUCE_FOLDER"
 _PATH = "_RINGREDUCE_PATH"
 HOST = "_RINGREDUCE_HOST"
+#: The ticket of the program's `listening`, in the environment of a rank. mpirun passes it on to no other host: there,
+#: the process that has started its daemon sets it.
+TICKET = "_RINGREDUCE_TICKET"
 
 #: What says in which allocation or job this process is: mpirun is to take the named hosts, by the agent.
 _OF_ANOTHER_JOB = re.compile("(SLURM|PBS|LSB|PE|FLUX|PMI)_.*|PMIX_(?!MCA_).*|OMPI_COMM_WORLD_.*|PRTE_MCA_plm_ssh_args")

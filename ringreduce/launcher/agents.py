@@ -11,7 +11,6 @@ import json
 import math
 import os
 import secrets
-import select
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from ringreduce.common.networks import FILES, own_text, own_to_each, read_interf
 from ringreduce.launcher import host_agent
 from ringreduce.launcher.agent_server import private_folder
 from ringreduce.launcher.hosts import UNNAMED, is_here
-from ringreduce.launcher.marks import HEARTBEAT, Mark, RankMessages
+from ringreduce.launcher.marks import Mark, RankMessages, pass_on
 from ringreduce.launcher.reach import (
     END_S,
     PIECE_NBYTES,
@@ -87,12 +86,13 @@ class Agents:
             self._name = "ringreduce.run"
             self._python = start.spec.program[0]
             self._python_is = "the Python that ranks need"
+        self._has_to_come = self._results is not None  # an agent that is asked for now; else mpirun says why not
         self._changed = threading.Condition()
         self._agents: dict[str, Agent] = {}
         self._asked: set[str] = set()  # hosts that were asked before the first job
         self._hanging: set[str] = set()
         self._dropped: set[str] = set()  # hosts whose agents were lost
-        self._fifo = os.open(messages_in(str(messages.folder)), os.O_WRONLY | os.O_CLOEXEC)
+        self._fifo = messages_in(str(messages.folder))
         self._number = 0
 
     def prepare(self) -> Start:
@@ -118,10 +118,12 @@ class Agents:
             self._name = "--ship"
             self._python = base_python()
             self._python_is = "the Python that this environment was made by"
+            self._has_to_come = True
             # First this one: others may be this one by another name, and have the files then.
             self._reach([os.uname().nodename], leads_here=True)
             start = self._shipment.start(start)
         self._reach(names)
+        self._has_to_come = self._results is not None
         self._asked = {*names}
         texts = [own_text(), *(self._agents[name].value["texts"] for name in names if name in self._agents)]
         own = ",".join(own_to_each([read_interfaces(text) for text in texts]))
@@ -180,10 +182,9 @@ class Agents:
                 while piece := file.read(PIECE_NBYTES):
                     self._send(calls, piece)
             self._send(calls, b"")
-
-    @property
-    def _has_to_come(self) -> bool:
-        return self._results is not None or self._shipment is not None
+            number = self._ask_to_pass_on(calls)
+            for agent in calls:  # it has the call then
+                self._wait(partial(agent.has_passed_on, number), _WANTED_S)
 
     def _begun(self, name: str, *, leads_here: bool) -> Agent:
         line, texts = agent_line(self._python)
@@ -193,17 +194,26 @@ class Agents:
             copy = self._shipment.request(leads_here=leads_here, keep=self._start.spec.keep)
         request = json.dumps({**self._request, "copy": copy})
         try:
-            agent = Agent(name, there, texts + request.encode() + b"\n", self._changed)
+            agent = self._agents[name] = Agent(
+                name,
+                there,
+                texts + request.encode() + b"\n",
+                changed=self._changed,
+                take=lambda what, value: pass_on(self._fifo, what, value, name),
+                folder=self._results or self._messages.folder,
+                lost=partial(self._lose, name),
+            )
         except OSError as error:
             raise ConfigError(f"{self._name}: cannot run {there[0]}: {error.strerror}") from None
-        self._agents[name] = agent
-        agent.begin(partial(self._take, name), self._results or self._messages.folder, partial(self._lose, name))
         return agent
 
     def _await(self, agents: Sequence[Agent]) -> None:
         limit_s = _WANTED_S if self._has_to_come else _ANSWER_S
+        self._wait(lambda: all(agent.answer for agent in agents), limit_s)
+
+    def _wait(self, is_so: Callable[[], bool], limit_s: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: all(agent.answer for agent in agents), limit_s)
+            self._changed.wait_for(is_so, max(limit_s, 0.0))
 
     def _require(self, agent: Agent) -> None:
         """Do without an agent that is not ready.
@@ -276,49 +286,36 @@ class Agents:
     def last(self) -> list[Mark]:
         """Wait for what ranks of other hosts have said, for some seconds; return the last messages."""
         if self._by_engine:
-            self._run_on_all([host for host in self._hosts if host != UNNAMED])
+            # An engine passes on the messages of a host before it says that a command has ended there.
+            limit = ["timeout", "--kill-after=1", f"{_PASS_ON_S:g}"]
+            lines = [[*limit, *command_on(host, ["true"], self._start)] for host in self._hosts if host != UNNAMED]
+            nowhere = subprocess.DEVNULL
+            for process in [subprocess.Popen(line, stdout=nowhere, stderr=nowhere) for line in lines]:
+                process.wait()
         else:
             self._pass_on(self._hosts)
         return self._messages.read()
 
-    def _run_on_all(self, hosts: Iterable[str]) -> None:
-        # An engine passes on the messages of a host before it says that a command has ended there.
-        running = [
-            subprocess.Popen(
-                command_on(host, ["true"], self._start), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            for host in hosts
-        ]
-        deadline = time.monotonic() + _PASS_ON_S
-        for process in running:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0.1))
-            process.kill()
-            process.wait()
+    def _ask_to_pass_on(self, agents: Sequence[Agent]) -> int:
+        self._number += 1
+        for agent in agents:
+            with suppress(OSError):
+                agent.connection.send_json(["pass on", self._number])
+        return self._number
 
     def _pass_on(self, names: Iterable[str]) -> None:
-        self._number = number = self._number + 1
         asked = [self._agents[name] for name in names if name in self._agents and not self._start.has_lost(name)]
-        for agent in asked:
-            with suppress(OSError):
-                agent.connection.send_json(["pass on", number])
+        number = self._ask_to_pass_on(asked)
         deadline = time.monotonic() + _PASS_ON_S
         for agent in asked:
-            with self._changed:
-                limit = min(deadline, agent.heard + _SILENT_S)  # of a host that is lost nothing comes any more
-                self._changed.wait_for(partial(agent.has_passed_on, number), max(limit - time.monotonic(), 0.0))
+            limit = min(deadline, agent.connection.heard + _SILENT_S)  # of a host that is lost nothing comes any more
+            self._wait(partial(agent.has_passed_on, number), limit - time.monotonic())
             if not number <= agent.passed_on < math.inf:
                 self._dropped.add(agent.name)
                 del self._agents[agent.name]
                 agent.kill()
                 agent.drain(_PASS_ON_S)
                 agent.has_ended(_PASS_ON_S)
-
-    def _take(self, name: str, what: str, value: str) -> None:
-        if what == "message":
-            os.write(self._fifo, f"{value}\n".encode())
-        elif what == "lives" and select.select([], [self._fifo], [], 0)[1]:  # nobody reads while no mpirun runs
-            os.write(self._fifo, f"{HEARTBEAT.format(host=name)}\n".encode())
 
     def _lose(self, name: str, error: Exception) -> None:
         if self._results is not None and not self._start.has_lost(name):
@@ -336,10 +333,9 @@ class Agents:
         ended = {name: agent.has_ended(max(deadline - time.monotonic(), 0.1)) for name, agent in self._agents.items()}
         hosts = sorted(self._dropped | ended.keys())
         late = [name for name in hosts if not ended.get(name, False) or self._start.has_lost(name)]
-        if late and self._has_to_come:
-            left = self._results if self._shipment is None else os.path.dirname(self._shipment.store)
+        left = self._results if self._shipment is None else os.path.dirname(self._shipment.store)
+        if late and left:
             say(f"{self._name}: {' and '.join(late)} may still have {left}")
-        os.close(self._fifo)
 
 
 @contextmanager

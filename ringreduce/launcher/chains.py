@@ -172,7 +172,9 @@ class Chains:
             if key not in there and is_there(chain.top):
                 there[key] = chain
         for key, chain in there.items():
-            if self._is_left_by_its_rank(chain):
+            under = [SeenProcess.read(each.pid) for each in chain.under]
+            is_left = not any(each and each.lives for each in under)
+            if chain.top.state == "T" and chain.top.is_shell and is_left:
                 stopped[key] = chain.top, f"the shell over rank {chain.rank}"
             self._look_at_rank(chain)
         for key in self._stopped & stopped.keys():
@@ -209,11 +211,6 @@ class Chains:
             elif top.lives:
                 found |= self._find(top)
         return found
-
-    def _is_left_by_its_rank(self, chain: _Chain) -> bool:
-        """Return whether a shell is stopped, and all its children have ended."""
-        under = [SeenProcess.read(each.pid) for each in chain.under]
-        return chain.top.state == "T" and chain.top.is_shell and not any(each and each.lives for each in under)
 
     def _look_at_rank(self, chain: _Chain) -> None:
         is_shell = chain.top.is_shell

@@ -76,6 +76,10 @@ class HostConnection:
         token: which the other end has, too; empty: nobody else can write to these pipes.
         answers: whether this is the end that listened.
 
+    Attributes:
+        sending: a lock for threads that send.
+        heard: when the last frame came, in seconds of the clock.
+
     Raises:
         OSError: the connection breaks.
     """
@@ -86,6 +90,8 @@ class HostConnection:
         self._send_key = self._receive_key = b""
         self._nsent = 0
         self._nreceived = 0
+        self.sending = threading.Lock()
+        self.heard = time.monotonic()
         if not token:
             return
         mine = secrets.token_bytes(_NONCE_NBYTES)
@@ -128,6 +134,7 @@ class HostConnection:
         if not hmac.compare_digest(code, head[_LENGTH.size :]):
             raise ConnectionError("a frame does not come from the other end")
         self._nreceived += 1
+        self.heard = time.monotonic()
         return content
 
     def send_json(self, value: object) -> None:

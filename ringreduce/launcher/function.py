@@ -131,7 +131,9 @@ def run(
     size = num_proc if np is None or num_proc != 1 else np
     if size < 1:
         raise ConfigError(f"run starts at least one rank, not {size}")
-    _warn_of_no_meaning(use_gloo, disable_cache, ssh_identity_file)
+    for argument, why in zip((use_gloo, disable_cache, ssh_identity_file), _NO_MEANING, strict=True):
+        if argument:
+            _log.warning("%s", why)
     least = min_np if min_num_proc is None else min_num_proc
     most = max_np if max_num_proc is None else max_num_proc
     elastic = any(each is not None for each in (least, most, slots, reset_limit, cooldown_range))
@@ -167,12 +169,6 @@ def _ship_paths() -> list[str]:
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     return [f"--ship-path={path}" for path in (with_modules(script) if script else ())]
-
-
-def _warn_of_no_meaning(*given: object) -> None:
-    for each, why in zip(given, _NO_MEANING, strict=True):
-        if each:
-            _log.warning("%s", why)
 
 
 def _call_on_ranks(command: Sequence[str], call: bytes, size: int | None, env: Mapping[str, str] | None) -> list[Any]:
@@ -344,12 +340,16 @@ def _job_and_rank(path: Path) -> tuple[int, int]:
 # ---- in a rank ----
 
 
-def work() -> None:
-    """Make the call in the folder that the command line names, and write its result or the traceback there.
+def work(folder: Path | None = None, require: Callable[[], object] = lambda: None) -> None:
+    """Make the call in a folder, and write its result or the traceback there.
 
     In a process of its own: one rank. A host that does not see the folder is named.
+
+    Args:
+        folder: None: the one that the command line names.
+        require: raises why the call cannot be made here.
     """
-    folder = Path(sys.argv[1])
+    folder = folder or Path(sys.argv[1])
     if not folder.exists():
         sys.exit(
             f"ringreduce.run: {os.uname().nodename} does not see {folder}, where the call is; set TMPDIR to a folder "
@@ -361,6 +361,7 @@ def work() -> None:
         sys.exit(f"ringreduce.run: {error}")
     place = f"{launch().restarts}-{launch().rank}"
     try:
+        require()
         result = make_call((folder / "call").read_bytes())
     except BaseException:
         _leave(folder / f"{place}.failure", traceback.format_exc().encode())

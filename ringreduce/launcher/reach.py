@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +132,9 @@ class Agent:
         line: starts it.
         begins: what it reads first.
         changed: is notified when it has answered.
+        take: called with its other messages.
+        folder: for results.
+        lost: called with the error by which results are lost.
 
     Attributes:
         name: the argument.
@@ -140,19 +142,28 @@ class Agent:
         answer: its last one: ``"wants"`` files, ``"ready"``, ``"failed"`` or ``"ended"``; empty: none yet.
         value: that belongs to the answer.
         passed_on: the last request up to which all messages have come; infinite: it has ended.
-        heard: when it was heard last.
 
     Raises:
         OSError: there is no such program.
     """
 
-    def __init__(self, name: str, line: Sequence[str], begins: bytes, changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        name: str,
+        line: Sequence[str],
+        begins: bytes,
+        *,
+        changed: threading.Condition,
+        take: Callable[[str, Any], object],
+        folder: Path,
+        lost: Callable[[Exception], object],
+    ) -> None:
         self.name = name
         self.answer = ""
         self.value: Any = None
         self.passed_on: float = 0
-        self.heard = time.monotonic()
         self._changed = changed
+        self._others = take
         self._peer, theirs = socket.socketpair()
         self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALL_S, 0))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process runs
@@ -169,21 +180,11 @@ class Agent:
         with suppress(OSError):  # its answer says why
             self._peer.sendall(begins)
         self.connection = HostConnection(self._peer)
-        self._reader: threading.Thread | None = None
-
-    def begin(self, take: Callable[[str, Any], object], folder: Path, lost: Callable[[Exception], object]) -> None:
-        """Hear it from now on.
-
-        Args:
-            take: called with its messages.
-            folder: for results.
-            lost: called with the error by which results are lost.
-        """
 
         def read() -> None:
             try:
                 self._skip_greeting()
-                hear(self.connection, folder, partial(self._take, take))
+                hear(self.connection, folder, self._take)
             except EOFError:
                 pass
             except (OSError, ValueError) as error:
@@ -194,7 +195,7 @@ class Agent:
                 self.passed_on = math.inf
                 self._changed.notify_all()
 
-        self._reader = threading.Thread(target=read, name=f"ringreduce hears {self.name}", daemon=True)
+        self._reader = threading.Thread(target=read, name=f"ringreduce hears {name}", daemon=True)
         self._reader.start()
 
     def _skip_greeting(self) -> None:
@@ -206,16 +207,16 @@ class Agent:
                 raise EOFError
             line = (b"" if line.endswith(b"\n") else line)[-_SHOWN:] + byte
 
-    def _take(self, take: Callable[[str, Any], object], what: str, value: Any) -> None:
-        self.heard = time.monotonic()
+    def _take(self, what: str, value: Any) -> None:
         if what not in ("wants", "ready", "failed", "passed on"):
-            take(what, value)
+            self._others(what, value)
             return
         with self._changed:
             if what == "passed on":
                 self.passed_on = value
             else:
-                self.answer, self.value = what, value
+                self.answer = what
+                self.value = value
             self._changed.notify_all()
 
     @property
@@ -248,8 +249,8 @@ class Agent:
 
     def drain(self, stall_s: float) -> None:
         """Wait until all has come that it sends before its end, or nothing for too long."""
-        self.heard = time.monotonic()
-        while self._reader is not None and self._reader.is_alive() and time.monotonic() < self.heard + stall_s:
+        begin = time.monotonic()
+        while self._reader.is_alive() and time.monotonic() < max(begin, self.connection.heard) + stall_s:
             self._reader.join(1.0)
 
     def kill(self) -> None:

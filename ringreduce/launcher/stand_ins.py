@@ -16,8 +16,7 @@ from pathlib import Path
 
 from ringreduce.common.launch import MESSAGES_HERE
 from ringreduce.common.processes import launcher, pid_namespace
-from ringreduce.launcher.agent_server import HOST
-from ringreduce.launcher.call_server import VARIABLE
+from ringreduce.launcher.agent_server import HOST, TICKET
 from ringreduce.launcher.connection import connected
 
 #: What mpirun, and `ringreduce run`, say to a rank.
@@ -40,7 +39,7 @@ def stand_in() -> None:
     environ = {name: value for name, value in os.environ.items() if name.startswith(_HANDED)}
     request = {"what": STAND_IN, "environ": environ, "host": os.environ[HOST], "pids": pid_namespace()}
     leaves = False
-    with suppress(OSError, EOFError), connected(os.environ[VARIABLE], request) as connection:
+    with suppress(OSError, EOFError), connected(os.environ[TICKET], request) as connection:
         process = int(connection.receive_json())
         rank = os.pidfd_open(process)
         if _GROWS in environ:  # the launcher says by this signal that there are other hosts

@@ -276,14 +276,20 @@ def prepare(spec: LaunchSpec) -> Start:
         mpirun = find()  # which says what is missing
     if spec.elastic:
         _require_ob1(os.environ)
-        _require_open_mpi(mpirun)
+        if mpirun.kind != "Open MPI" or mpirun.major < 5:
+            raise ConfigError(
+                f"--elastic needs Open MPI 5, where ranks survive others; {mpirun.path} says {mpirun.said!r}"
+            )
     policy = SizePolicy(spec.least or 1, most, spec.cooldown, forgives=not spec.growth)
     # A job that survives the loss of a host is started on hosts that are named.
     listed = granted if granted and (spec.growth or (spec.elastic and elsewhere)) else {UNNAMED: ranks}
     if sum(listed.values()) < policy.least:
         raise ConfigError(f"the hosts have {sum(listed.values())} slots, and --min-np is {policy.least}; see --slots")
     finds_itself = allocation is not None and mpirun.reads(allocation.scheduler)
-    by_ssh = mpirun.needs_ssh(Allocation.scheduler_here(os.environ)) and not _has_agent(spec, mpirun.kind)
+    # Another agent in place of ssh may take other options.
+    agent = [name for name in AGENTS.get(mpirun.kind, ()) if name in os.environ]
+    agent += [word for word in spec.more if "agent" in word]
+    by_ssh = mpirun.needs_ssh(Allocation.scheduler_here(os.environ)) and not agent
     if elsewhere and by_ssh and shutil.which("ssh") is None:
         raise ConfigError("mpirun reaches other hosts by ssh, and there is no program ssh here: install openssh-client")
     return Start(
@@ -298,11 +304,6 @@ def prepare(spec: LaunchSpec) -> Start:
         grows=bool(spec.growth) or (spec.elastic and len(listed) > 1 and spec.folder is None),
         allocation=allocation,
     )
-
-
-def _has_agent(spec: LaunchSpec, kind: str) -> bool:
-    """Return whether users have chosen another agent in place of ssh, which may take other options."""
-    return any(name in os.environ for name in AGENTS.get(kind, ())) or any("agent" in word for word in spec.more)
 
 
 def _ranks(spec: LaunchSpec, granted: Mapping[str, int]) -> int:
@@ -406,11 +407,6 @@ def _require_room(ranks: int) -> None:
     name, most = min(limits.items(), key=lambda each: each[1], default=("", ranks))
     if ranks > most:
         raise ConfigError(f"{ranks} ranks are more than the {most} processes that this machine allows ({name})")
-
-
-def _require_open_mpi(mpirun: Mpirun) -> None:
-    if mpirun.kind != "Open MPI" or mpirun.major < 5:
-        raise ConfigError(f"--elastic needs Open MPI 5, where ranks survive others; {mpirun.path} says {mpirun.said!r}")
 
 
 def _require_ob1(environ: Mapping[str, str]) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 #: In the environment of what a job starts: the daemons and ranks on nodes; mpirun, and what starts it.
-_OF_JOBS = (b"_RINGREDUCE_SLOT=", b"_RINGREDUCE_TICKET=")
+_OF_JOBS = (b"_RINGREDUCE_SLOT=", b"PRTE_MCA_plm_ssh_agent=")
 #: Parts of command lines, by what runs there.
 _WORDS = {
     "rank": "work_there()",
     "daemon": "prted ",
-    "slot": "slot_process.py",
+    "slot": "launcher.host_agent",
     "agent": "agent.py",
     "mpirun": "prterun ",
     "launcher": "-m ringreduce run",

@@ -166,7 +166,7 @@ def inelastic(what: str) -> None:
         if what == "node":
             end_node_of(executor, spaces)
         else:
-            words = {"daemon": "prted ", "worker": "ray::hold", "slot": "slot_process.py", "agent": "agent.py"}
+            words = {"daemon": "prted ", "worker": "ray::hold", "slot": "launcher.host_agent", "agent": "agent.py"}
             # A daemon is below a shell with the same words.
             os.kill(max(processes(spaces, words[what])), signal.SIGKILL)
         try:
@@ -244,7 +244,7 @@ def left(spaces: set[str]) -> list[str]:
     import ray
 
     until = time.monotonic() + 30
-    words = ("prted ", "stand_in", "ringreduce run", "slot_process.py", "ray::hold", "ray::RankActor")
+    words = ("prted ", "stand_in", "ringreduce run", "launcher.host_agent", "ray::hold", "ray::RankActor")
     while True:
         groups = [each["state"] for each in ray.util.placement_group_table().values()]
         found = [each for each in groups if each != "REMOVED"]

@@ -53,7 +53,7 @@ def sums_without(doomed: int) -> list[float]:
 @pytest.mark.parametrize("doomed", [0, 1, 2])
 def test_ranks_go_on_when_one_dies(held: Slots, doomed: int) -> None:
     """Whichever it is: Open MPI knows some of them by names that all have."""
-    found = run_on(held, HOSTS, sums_without, (doomed,), address="127.0.0.1", options=["--elastic"])
+    found = run_on(held, HOSTS, sums_without, (doomed,), options=["--elastic"])
     assert found == [[3.0, 2.0]] * 2
 
 
@@ -82,7 +82,7 @@ def steps_with_a_daemon_that_dies(folder: str, doomed: int) -> tuple[int, bool, 
 def test_the_job_begins_again_when_a_daemon_dies(held: Slots, tmp_path: Path) -> None:
     """From its last commit, without that part; each step counts once."""
     call = (str(tmp_path / "commits"), 1)
-    found = run_on(held, HOSTS, steps_with_a_daemon_that_dies, call, address="127.0.0.1", options=["--elastic"])
+    found = run_on(held, HOSTS, steps_with_a_daemon_that_dies, call, options=["--elastic"])
     assert found == [(2, True, STEPS)] * 2
 
 
@@ -98,4 +98,4 @@ def daemon_dies() -> None:
 def test_a_job_without_commits_ends_with_a_daemon(held: Slots) -> None:
     """Its ranks end, too: Open MPI ends them all."""
     with pytest.raises(CollectiveError):
-        run_on(held, HOSTS, daemon_dies, address="127.0.0.1", options=["--elastic"])
+        run_on(held, HOSTS, daemon_dies, options=["--elastic"])

@@ -6,13 +6,11 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
-from ringreduce.launcher.call_server import REQUESTS, VARIABLE, call_answers, fetch_call, leave_there
 from ringreduce.launcher.connection import HostConnection, connected, listening
 
 TOKEN = "0123456789abcdef"
@@ -152,46 +150,3 @@ def test_requests_are_answered_at_the_same_time() -> None:
 
     with listening("127.0.0.1", answer) as ticket, connected(ticket, {}) as one, connected(ticket, {}) as other:
         assert one.receive_json() == other.receive_json() == "both"
-
-
-@pytest.fixture
-def calling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[bytes, str]]:
-    """Serve a call to 8 ranks, of which this is the fifth; yield it, and the ticket."""
-    call = os.urandom(3_000_000)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
-    with listening("127.0.0.1", call_answers(call, tmp_path, 8)) as ticket:
-        monkeypatch.setenv(VARIABLE, ticket)
-        yield call, ticket
-
-
-def test_ranks_fetch_the_call_and_leave_results(calling: tuple[bytes, str], tmp_path: Path) -> None:
-    """Each once: a second result of a rank is not kept."""
-    call, _ = calling
-    assert fetch_call() == call
-    leave_there("result", call)
-    with pytest.raises(OSError, match="has not kept the result of rank 5"):
-        leave_there("result", b"another")
-    assert (tmp_path / "0-5.result").read_bytes() == call
-
-
-@pytest.mark.parametrize("rank", [-1, 8, 10**9])
-def test_a_result_of_no_rank_is_not_kept(calling: tuple[bytes, str], tmp_path: Path, rank: int) -> None:
-    _, ticket = calling
-    for what in REQUESTS[1:]:
-        with connected(ticket, {"what": what, "job": 0, "rank": rank}) as connection:
-            with suppress(OSError):  # it is closed meanwhile
-                connection.send_content(b"x")
-            with pytest.raises((OSError, EOFError)):
-                connection.receive_json()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_result_that_is_cut_short_is_not_kept(calling: tuple[bytes, str], tmp_path: Path) -> None:
-    _, ticket = calling
-    with connected(ticket, {"what": "result", "job": 0, "rank": 6}) as connection:
-        connection.send(b"a part")
-    with connected(ticket, {"what": "result", "job": 0, "rank": 7}) as connection:
-        connection.send_content(b"whole")
-        assert connection.receive_json() == "kept"
-    assert [each.name for each in tmp_path.glob("*.result")] == ["0-7.result"]

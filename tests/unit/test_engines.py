@@ -29,7 +29,7 @@ def test_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     options = {"option": ["--encrypt"], "option of a file": ["--encrypt=/no/such/key"]}.get(how, [])
     variables = {"RINGREDUCE_KEY_FILE": "/no/such/key"} if how == "variable" else {}
     with slots("127.0.0.1") as held, pytest.raises(ConfigError, match="not for ranks on Ray, Spark and Dask"):
-        run_on(held, {"h": 1}, print, address="127.0.0.1", options=options, env=variables)
+        run_on(held, {"h": 1}, print, options=options, env=variables)
     with pytest.raises(ConfigError, match="not for ranks on Ray, Spark and Dask"):
         RayExecutor(num_workers=1, options=options).start(extra_env_vars=variables)
 

@@ -28,6 +28,21 @@ TOKEN = "shared-1"
 MOST = 1024
 
 
+def started(
+    line: list[str], begins: bytes, folder: Path, messages: list[tuple[str, str]], changed: threading.Condition
+) -> Agent:
+    """Start an agent here, whose messages are kept."""
+    return Agent(
+        "there",
+        line,
+        begins,
+        changed=changed,
+        take=lambda what, value: messages.append((what, value)),
+        folder=folder,
+        lost=lambda error: None,
+    )
+
+
 class Host:
     """The agent of a host, and what it has sent.
 
@@ -40,9 +55,8 @@ class Host:
         line, texts = agent_line(sys.executable)
         asked = {"results": None, "files": [], "copy": None, **request}
         self._changed = threading.Condition()
-        self.agent = Agent("there", line, texts + json.dumps(asked).encode() + b"\n", self._changed)
         self.messages: list[tuple[str, str]] = []
-        self.agent.begin(lambda what, value: self.messages.append((what, value)), here, lambda error: None)
+        self.agent = started(line, texts + json.dumps(asked).encode() + b"\n", here, self.messages, self._changed)
 
     def answer(self) -> str:
         """Return its answer."""
@@ -183,11 +197,10 @@ def test_only_results_come(tmp_path: Path, name: str) -> None:
 
 def test_noise_of_shells_is_nothing(tmp_path: Path) -> None:
     """As of a greeting; messages of ranks come after that."""
-    changed = threading.Condition()
     frame = r'\0\0\0\36["message", "f 0 n1 has come"]\n'
-    agent = Agent("there", ["sh", "-c", f"printf 'Welcome\n\n{host_agent.GREETING.decode()}\n{frame}'"], b"", changed)
+    line = ["sh", "-c", f"printf 'Welcome\\n\\n{host_agent.GREETING.decode()}\\n{frame}'"]
     taken: list[tuple[str, str]] = []
-    agent.begin(lambda what, value: taken.append((what, value)), tmp_path, lambda error: None)
+    agent = started(line, b"", tmp_path, taken, threading.Condition())
     agent.drain(60)
     assert agent.has_ended(60)
     assert taken == [("message", "f 0 n1 has come")]
