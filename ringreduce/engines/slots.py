@@ -26,7 +26,7 @@ from ringreduce.common.launch import MESSAGES_HERE, messages_in
 from ringreduce.launcher import agent, host_agent
 from ringreduce.launcher.agent_server import TICKET, private_folder, worker_environment
 from ringreduce.launcher.connection import HostConnection, listening, served
-from ringreduce.launcher.marks import pass_on
+from ringreduce.launcher.marks import LIVES, pass_on
 from ringreduce.launcher.reach import agent_line, hear
 
 #: The variable with the folder of an agent, which belongs to the node: mpirun passes it on to no other.
@@ -160,7 +160,7 @@ class Slots:
             with self._changed:
                 self._statuses[number] = status
                 self._changed.notify_all()
-        elif what in ("message", "lives"):
+        elif what in ("message", LIVES):
             pass_on(messages_in(str(self.folder)), what, value, name)
 
     def close(self) -> None:

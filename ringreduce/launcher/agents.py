@@ -40,6 +40,7 @@ from ringreduce.launcher.reach import (
     others,
     reaches,
 )
+from ringreduce.launcher.schedulers import slurm_job, slurm_step
 from ringreduce.launcher.ship import Shipment, base_python
 from ringreduce.launcher.start import Start
 from ringreduce.launcher.stderr import say
@@ -107,11 +108,9 @@ class Agents:
         spec = start.spec
         names = others(start)
         is_open_mpi = start.mpirun.kind == "Open MPI"
-        chosen = spec.interfaces or any("_if_" in word for word in (*os.environ, *spec.more))
-        looks = is_open_mpi and not chosen and reaches(start)
-        if not names or self._by_engine or not (spec.ship or looks):
+        if self._by_engine:
             return start
-        if spec.ship:
+        if spec.ship and names:
             if not is_open_mpi or start.mpirun.major < 5:
                 raise ConfigError(f"--ship takes Open MPI 5; {start.mpirun.path} says {start.mpirun.said!r}")
             self._shipment = Shipment(spec)
@@ -119,9 +118,16 @@ class Agents:
             self._python = base_python()
             self._python_is = "the Python that this environment was made by"
             self._has_to_come = True
-            # First this one: others may be this one by another name, and have the files then.
-            self._reach([os.uname().nodename], leads_here=True)
             start = self._shipment.start(start)
+        # Slurm signals to the steps of a job, and not to its batch script: a job on one host has no step of its own.
+        step = slurm_step() if spec.requeue and slurm_job(os.environ) else []
+        if step or self._shipment is not None:
+            # This host comes first: others may be this one by another name, and have the files then.
+            self._reach([os.uname().nodename], before=step)
+        chosen = spec.interfaces or any("_if_" in word for word in (*os.environ, *spec.more))
+        looks = is_open_mpi and not chosen and reaches(start)
+        if not names or not (self._shipment is not None or looks):
+            return start
         self._reach(names)
         self._has_to_come = self._results is not None
         self._asked = {*names}
@@ -148,12 +154,12 @@ class Agents:
 
     # ---- beginning agents ----
 
-    def _reach(self, names: Iterable[str], *, leads_here: bool = False) -> None:
+    def _reach(self, names: Iterable[str], *, before: Sequence[str] | None = None) -> None:
         """Start agents on those of some hosts that have none.
 
         Args:
             names: of the hosts.
-            leads_here: it is this host, which has the files already.
+            before: words that start a program on this host, which is the only one; it has all files already.
 
         Raises:
             ConfigError: one cannot be started, and its host is to have a call or a copy.
@@ -163,14 +169,14 @@ class Agents:
         begun = []
         for name in missing:
             try:
-                begun.append(self._begun(name, leads_here=leads_here))
+                begun.append(self._begun(name, before))
             except ConfigError:
                 if self._has_to_come:
                     raise
         self._await(begun)
         if wanting := [agent for agent in begun if agent.answer == "wants"]:
             self._copy(wanting)
-        has_copy = [agent.name for agent in begun if agent not in wanting and self._shipment and not leads_here]
+        has_copy = [agent.name for agent in begun if agent not in wanting and self._shipment and before is None]
         if has_copy:
             say(f"--ship: {' and '.join(has_copy)} {'has' if len(has_copy) == 1 else 'have'} this version already")
         for agent in begun:
@@ -186,12 +192,12 @@ class Agents:
             for agent in calls:  # it has the call then
                 self._wait(partial(agent.has_passed_on, number), _WANTED_S)
 
-    def _begun(self, name: str, *, leads_here: bool) -> Agent:
+    def _begun(self, name: str, before: Sequence[str] | None) -> Agent:
         line, texts = agent_line(self._python)
-        there = line if leads_here else command_on(name, line, self._start)
+        there = command_on(name, line, self._start) if before is None else [*before, *line]
         copy = None
         if self._shipment is not None:
-            copy = self._shipment.request(leads_here=leads_here, keep=self._start.spec.keep)
+            copy = self._shipment.request(leads_here=before is not None, keep=self._start.spec.keep)
         request = json.dumps({**self._request, "copy": copy})
         try:
             agent = self._agents[name] = Agent(

@@ -1,25 +1,17 @@
-"""What says that ranks are to stop: the end of an allocation, Slurm's signals; and how a stopped job is run again."""
+"""When ranks are to stop as their allocation ends, and how a stopped job is run again."""
 
 from __future__ import annotations
 
 import math
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import datetime
-from functools import partial
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.processes import end_with_parent
-from ringreduce.launcher.schedulers import ask_slurm, slurm_job, slurm_step
+from ringreduce.launcher.schedulers import ask_slurm, slurm_job
 
 _ASK_AGAIN_S = 30.0  # after an answer
-_TO_END_S = 5.0  # that a step has
-#: What srun returns where one of these has ended the step.
-_WARNED = {128 + each for each in (signal.SIGUSR1, signal.SIGTERM)}
 
 
 class StopBefore:
@@ -66,43 +58,6 @@ class StopBefore:
             self._end = self._find() or self._end
             self._ask_at = self._clock() + _ASK_AGAIN_S
         return self.left_s <= self._seconds
-
-
-class StepSignals:
-    """Hears the signals that Slurm sends to the steps of this job, and not to its batch script, where the launcher is.
-
-    These are all of ``sbatch --signal`` without ``B:`` and ``scancel --signal`` without ``--batch``. A job on one host
-    has no step of its own: here is one that sleeps until a signal ends it.
-    """
-
-    def __init__(self) -> None:
-        self._step: subprocess.Popen[bytes] | None = None
-        nowhere = subprocess.DEVNULL
-        with suppress(OSError):  # there is no srun
-            self._step = subprocess.Popen(
-                [*slurm_step(), "sleep", "infinity"],
-                stdin=nowhere,
-                stdout=nowhere,
-                stderr=nowhere,
-                start_new_session=True,
-                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
-            )
-
-    @property
-    def have_come(self) -> bool:
-        """Whether SIGUSR1 or SIGTERM has."""
-        return self._step is not None and self._step.poll() in _WARNED
-
-    def close(self) -> None:
-        """End the step."""
-        if self._step is None:
-            return
-        self._step.terminate()
-        try:
-            self._step.wait(_TO_END_S)
-        except subprocess.TimeoutExpired:  # Slurm ends the step with the job
-            self._step.kill()
-            self._step.wait()
 
 
 def end_of_allocation(environ: Mapping[str, str]) -> float | None:

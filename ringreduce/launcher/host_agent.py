@@ -281,7 +281,15 @@ def have_copy(request: dict[str, Any], connection: HostConnection, at_end: ExitS
         raise OSError(f"it shares {base} with {other}; set TMPDIR to a folder that each host has for itself")
 
 
-def _serve(connection: HostConnection, fifo: _Fifo, results: _Results | None, folder: str, *, has_task: bool) -> bool:
+def _serve(
+    connection: HostConnection,
+    fifo: _Fifo,
+    results: _Results | None,
+    folder: str,
+    signals: list[int],
+    *,
+    has_task: bool,
+) -> bool:
     """Pass on what comes, and run commands, until the connection or the task ends.
 
     Args:
@@ -289,6 +297,7 @@ def _serve(connection: HostConnection, fifo: _Fifo, results: _Results | None, fo
         fifo: for messages of ranks.
         results: of ranks; None: they leave none here.
         folder: for files of daemons: those that are killed leave them.
+        signals: that have come.
         has_task: whether a task has started this.
 
     Returns:
@@ -306,6 +315,9 @@ def _serve(connection: HostConnection, fifo: _Fifo, results: _Results | None, fo
         if time.monotonic() >= beats_at:
             beats_at = time.monotonic() + _BEAT_EVERY_S
             connection.send_json(["lives", ""])
+        if signals:
+            connection.send_json(["is warned", ""])
+            signals.clear()
         what = ""
         value: Any = None
         if connection in ready:
@@ -356,8 +368,11 @@ def main() -> None:
     """Serve the request on standard input."""
     # Who ends a job may signal all its processes, and its ranks have messages until they end. What this starts does not
     # ignore signals.
-    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signals: list[int] = []
+    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR2):
         signal.signal(each, lambda *_: None)
+    for each in (signal.SIGTERM, signal.SIGUSR1):  # as Slurm sends them to all steps of a job
+        signal.signal(each, lambda number, _: signals.append(number))
     request = json.loads(sys.stdin.buffer.readline())
     folder = request["folder"]
     ticket = request.get("ticket")
@@ -383,7 +398,7 @@ def main() -> None:
                 at_end.callback(results.remove)
             has_call = results is None or results.is_shared
             connection.send_json(["ready", {"has call": has_call, "texts": _texts(request["files"])}])
-            is_to_end = _serve(connection, fifo, results, folder, has_task=ticket is not None)
+            is_to_end = _serve(connection, fifo, results, folder, signals, has_task=ticket is not None)
             has_ended_well = has_ended_well or is_to_end
         except ConnectionError:
             raise

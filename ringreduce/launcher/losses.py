@@ -21,7 +21,7 @@ from ringreduce.common.errors import name_ranks
 from ringreduce.common.processes import end_with_parent
 from ringreduce.launcher import failures
 from ringreduce.launcher.hosts import UNNAMED, Hosts, fill, is_here
-from ringreduce.launcher.marks import COME, DIED, DIED_UNSAID, ENDED_WELL, LIVES, NO_PACKAGE, STOPPED, Mark
+from ringreduce.launcher.marks import COME, DIED, DIED_UNSAID, ENDED_WELL, LIVES, NO_PACKAGE, STOPPED, WARNED, Mark
 from ringreduce.launcher.start import Start
 from ringreduce.launcher.stderr import say
 
@@ -97,7 +97,7 @@ class Losses:
 
     def hear(self, mark: Mark, host: str) -> None:
         """A rank of a host, or its agent, has said something."""
-        if mark.what == LIVES:
+        if mark.what in (LIVES, WARNED):
             self._silent[mark.host] = 0
             return
         self._own_names.setdefault(mark.host, set()).add(host)

@@ -37,11 +37,13 @@ GONE_ON = "has gone on"  # after some of the others have failed
 STALLS = "stalls"  # none has gone on for long, and the job is to be ended
 # The agent of a host, every second:
 LIVES = "lives"
+# The same agent, where it is in a step of Slurm that gets SIGUSR1 or SIGTERM:
+WARNED = "is warned"
 # The launcher itself, of a rank that has died with the shell over it:
 DIED_UNSAID = "is gone"
 
-#: The line by which a host lives, by its name in the list of hosts: of no launch, and of no rank.
-HEARTBEAT = "- 0 {host} lives"
+#: What an agent says of itself, by the name of its host in the list of hosts: of no launch, and of no rank.
+_OF_AGENT = "- 0 {host} {what}"
 
 
 def pass_on(path: str, what: str, text: str, host: str) -> None:
@@ -49,7 +51,7 @@ def pass_on(path: str, what: str, text: str, host: str) -> None:
 
     Args:
         path: of the FIFO.
-        what: it is: ``"message"`` of a rank; or ``"lives"``, which is left out while nobody reads.
+        what: it is: ``"message"`` of a rank; or what the agent says of itself, which is left out while nobody reads.
         text: of the message.
         host: by its name in the list of hosts.
     """
@@ -58,7 +60,7 @@ def pass_on(path: str, what: str, text: str, host: str) -> None:
         fifo = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.set_blocking(fifo, is_message)
-            os.write(fifo, f"{text if is_message else HEARTBEAT.format(host=host)}\n".encode())
+            os.write(fifo, f"{text if is_message else _OF_AGENT.format(host=host, what=what)}\n".encode())
         finally:
             os.close(fifo)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.launcher import failures, states
-from ringreduce.launcher.allocations_end import StepSignals, StopBefore
+from ringreduce.launcher.allocations_end import StopBefore
 from ringreduce.launcher.failures import LogFiles
 from ringreduce.launcher.growth import Discovery
 from ringreduce.launcher.hosts import is_here, parse_hosts
 from ringreduce.launcher.job import Job
 from ringreduce.launcher.losses import LOGIN_S, Losses
-from ringreduce.launcher.marks import Hearing, Mark
+from ringreduce.launcher.marks import WARNED, Hearing, Mark
 from ringreduce.launcher.python_line import ProgramSource, PythonLine
 from ringreduce.launcher.schedulers import slurm_job
 from ringreduce.launcher.start import Start
@@ -79,7 +79,8 @@ class Restarts:
             self._discovery.begin()
             self._listed = self._discovery.hosts
         self._end = None if self._spec.stop_before_s is None else StopBefore(self._spec.stop_before_s)
-        self._steps: StepSignals | None = None
+        self._requeues = self._spec.requeue and bool(slurm_job(os.environ))
+        self._is_warned = False  # by a signal of Slurm to the steps of its job
         self._losses = Losses(start, clock)
         self._starts = 0
         self._launch = 0  # number of the last mpirun, for commits: greater than those of all before, of any launcher
@@ -99,15 +100,11 @@ class Restarts:
         """
         try:
             with _hearing(self._tell):
-                if self._spec.requeue and slurm_job(os.environ):
-                    self._steps = StepSignals()
                 while self._state.phase is not Phase.ENDED:
                     self._go_on()
             return self._state.status
         finally:
             self._losses.close()
-            if self._steps is not None:
-                self._steps.close()
 
     # ---- what happens ----
 
@@ -125,6 +122,7 @@ class Restarts:
                 if isinstance(happening, Mark):
                     host = self._state.hosts.host_of(happening.rank, happening.host) or happening.host
                     self._losses.hear(happening, host)
+                    self._is_warned = self._is_warned or (happening.what == WARNED and self._requeues)
                 self._state, actions = states.next_state(self._state, happening, self._clock())
                 for action in actions:
                     self._do(action)
@@ -175,7 +173,7 @@ class Restarts:
         if self._end is not None and self._end.is_due():
             text = f"the allocation ends in {self._end.left_s:.0f} s; the ranks are asked to stop"
             self._tell(Happening(states.STOP_DUE, text))
-        if self._steps is not None and self._steps.have_come:
+        if self._is_warned:
             text = "Slurm has sent a signal to the steps of this job; the ranks are asked to stop"
             self._tell(Happening(states.STOP_DUE, text))
         if self._start.grows:
@@ -197,7 +195,7 @@ class Restarts:
             has_logged_error=self._logs is not None and self._logs.have_ended_job(),
             has_lost_daemon=is_remote and failures.has_lost_daemon(written),
             lost=tuple(self._losses.by_mpirun(self._state.hosts, written)) if is_remote else (),
-            is_due=is_due or (self._steps is not None and self._steps.have_come),
+            is_due=is_due or self._is_warned,
         )
 
     # ---- what follows ----
