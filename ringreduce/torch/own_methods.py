@@ -133,7 +133,7 @@ def _first_bytes(parameter: torch.Tensor) -> bytes:
 
 
 def guarded(wrapper: type, kind: type) -> Mapping[str, Callable[..., Any]]:
-    """Return the public methods that a wrapper takes over from the class of an optimizer, each in a `call`.
+    """Return the public methods that a wrapper takes over from the class of an optimizer, each `_guarded`.
 
     Args:
         wrapper: its own attributes go first.
@@ -152,32 +152,28 @@ def guarded(wrapper: type, kind: type) -> Mapping[str, Callable[..., Any]]:
 
 
 def _guarded(function: FunctionType) -> Callable[..., Any]:
+    """Return a method that calls that of an optimizer with the wrapper in its place.
+
+    It raises a `ConfigError` if that has written to parameters, while gradients came that were not reduced since.
+    """
+
     @wraps(function)
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        return call(self, function, arguments=arguments, options=options)
+        arrivals: Arrivals | None = self._arrivals
+        if arrivals is None or self._may_own_methods_step():
+            return function(self, *arguments, **options)
+        fresh = arrivals.are_there()
+        count = arrivals.count
+        reductions = arrivals.reductions
+        before = arrivals.snapshot(values=fresh)
+        result = function(self, *arguments, **options)
+        came = (fresh or arrivals.count != count) and arrivals.reductions == reductions
+        if came and arrivals.snapshot(values=fresh) != before:
+            raise ConfigError(
+                f"{function.__name__}() of {type(self.wrapped).__name__} has changed parameters with this rank's own "
+                "gradients, which were not reduced. The ranks' weights differ now: load a checkpoint, or start again. "
+                f"{self._advice}"
+            )
+        return result
 
     return method
-
-
-def call(wrapper: Any, function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Call a method with the wrapper in place of the optimizer.
-
-    Raises:
-        ConfigError: it has written to parameters, while gradients came that were not reduced since.
-    """
-    arrivals: Arrivals | None = wrapper._arrivals
-    if arrivals is None or wrapper._may_own_methods_step():
-        return function(wrapper, *arguments, **options)
-    fresh = arrivals.are_there()
-    count = arrivals.count
-    reductions = arrivals.reductions
-    before = arrivals.snapshot(values=fresh)
-    result = function(wrapper, *arguments, **options)
-    came = (fresh or arrivals.count != count) and arrivals.reductions == reductions
-    if came and arrivals.snapshot(values=fresh) != before:
-        raise ConfigError(
-            f"{function.__name__}() of {type(wrapper.wrapped).__name__} has changed parameters with this rank's "
-            "own gradients, which were not reduced. The ranks' weights differ now: load a checkpoint, or start again. "
-            f"{wrapper._advice}"
-        )
-    return result

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -365,7 +365,9 @@ class SplitUpdates:
             for name in state.keys() - described.keys():
                 del state[name]
             for name, (form, layouts) in described.items():
-                known = _known(state, name, parameter)
+                known = None
+                with suppress(ConfigError):  # pickle cannot copy what this rank has
+                    known = apart(name, state[name], partial(_is_plain, parameter)) if name in state else None
                 if known is None or (known.form, list(map(_layout, known.tensors))) != (form, layouts):
                     made = [
                         torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="cpu") for each in layouts
@@ -403,13 +405,6 @@ def _is_plain(parameter: torch.Tensor, value: Any) -> bool:
 
 def _layout(tensor: torch.Tensor) -> _TensorLayout:
     return _TensorLayout(tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _known(state: Mapping[str, Any], name: str, parameter: torch.Tensor) -> Apart | None:
-    """Return what this rank has under a name; None: nothing that others could have."""
-    with suppress(ConfigError):
-        return apart(name, state[name], partial(_is_plain, parameter)) if name in state else None
-    return None
 
 
 def _as_tensor(part: _Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -18,26 +18,19 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.training.binding.framework import Found, Hooks, InPlace, Memory, Removable, Slot
 
 if TYPE_CHECKING:
+    from ringreduce.training.gradients.buckets import Bucket
     from ringreduce.training.gradients.record import Record
 
 _REMEDY = (
     "clear gradients before the next backward pass (optimizer.zero_grad()), or call optimizer.synchronize() before the "
     "step, after which all ranks have all averages"
 )
-
-
-class WatchedBucket(Protocol):
-    """What this module asks of `ringreduce.training.gradients.buckets.Bucket`."""
-
-    slots: Sequence[Slot]
-    numbers: list[int]
-    hooks: list[Removable]
 
 
 class _Left:
@@ -97,12 +90,12 @@ class Uncleared:
         scaled: the parameters, by id, whose parts were multiplied before something was added to them.
     """
 
-    def __init__(self, memory: Memory, buckets: Iterable[WatchedBucket], size: int, *, divides: bool) -> None:
+    def __init__(self, memory: Memory, buckets: Iterable[Bucket], size: int, *, divides: bool) -> None:
         assert isinstance(memory, InPlace)
         self._memory: Any = memory
         self._buckets = buckets
         self._size = size
-        self._parted: list[WatchedBucket] = []  # or others for their parameters
+        self._parted: list[Bucket] = []  # or others for their parameters
         self._parts_only = False
         self._may_divide = divides and isinstance(memory, Hooks)
         self.divides = False  # until it is known whether it may
@@ -112,7 +105,7 @@ class Uncleared:
         self._written: set[int] = set()  # of which a rank had its part alone
         self._kept = False
 
-    def watch(self, bucket: WatchedBucket, own: Iterable[slice]) -> None:
+    def watch(self, bucket: Bucket, own: Iterable[slice]) -> None:
         """Take note of a new bucket.
 
         Args:
@@ -124,7 +117,7 @@ class Uncleared:
         for slot, part in zip(bucket.slots, own, strict=True):
             self._known[id(slot.parameter)] = _Left(slot, part)
 
-    def forget(self, buckets: Collection[WatchedBucket]) -> None:
+    def forget(self, buckets: Collection[Bucket]) -> None:
         """Forget parameters that are in none of these buckets."""
         known = {id(slot.parameter) for bucket in buckets for slot in bucket.slots}
         self._known = {key: left for key, left in self._known.items() if key in known}
@@ -144,7 +137,7 @@ class Uncleared:
         elif self.scaled or self._written:
             self._forget_cleared()
 
-    def parts_of(self, buckets: Iterable[WatchedBucket]) -> None:
+    def parts_of(self, buckets: Iterable[Bucket]) -> None:
         """Take note that the reduction leaves this rank its own part of some buckets alone."""
         self._parted += buckets
 
