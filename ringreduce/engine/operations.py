@@ -62,6 +62,7 @@ class Operation:
         signature: what must agree.
         stack: where the program made it; None: where the program is now.
         about: what people are told of it.
+        within: returns a context to carry it out in, for operations that do so; None: in none.
 
     Attributes:
         done: whether it has ended; the result or the error is set before this becomes true.
@@ -75,6 +76,7 @@ class Operation:
     """
 
     __slots__ = (
+        "_within",
         "about",
         "done",
         "error",
@@ -88,7 +90,12 @@ class Operation:
     )
 
     def __init__(
-        self, name: str, signature: OperationSignature, stack: Stack | None = None, about: About = _SAYS_ALL
+        self,
+        name: str,
+        signature: OperationSignature,
+        stack: Stack | None = None,
+        about: About = _SAYS_ALL,
+        within: Context = None,
     ) -> None:
         self.name = name
         self.signature = signature
@@ -97,18 +104,21 @@ class Operation:
         self.stack = stack
         self.done = self.refused = self.withdrawn = False
         self.about = about
+        self._within = within
         self.result: Any = None
         self.error: BaseException | None = None
         self.record = [0.0, 0.0, 0.0, name, signature.text, self.stack, None]
 
-    def renew(self, stack: Stack | None = None) -> None:
+    def renew(self, stack: Stack | None = None, within: Context = None) -> None:
         """Forget how it has ended, so that it can be submitted again.
 
         Args:
             stack: where the program is now; None: where it was the last time.
+            within: as for the class, from now on.
         """
         if stack is not None:
             self.stack = stack
+        self._within = within
         self.done = self.refused = self.withdrawn = False
         self.result = self.error = None
         self.record = [0.0, 0.0, 0.0, self.name, self.signature.text, self.stack, None]
@@ -367,7 +377,7 @@ class InPlaceAllreduce(Operation):
         active: how many ranks contributed, once it is done.
     """
 
-    __slots__ = ("_op", "_within", "active", "arrays", "travel")
+    __slots__ = ("_op", "active", "arrays", "travel")
 
     def __init__(
         self,
@@ -390,17 +400,11 @@ class InPlaceAllreduce(Operation):
             feedback=bool(travel.feedbacks),
             speculative=needed is Needed.SOME,
         )
-        super().__init__(name, signature, about=about)
+        super().__init__(name, signature, about=about, within=within)
         self._op = op
         self.arrays = arrays
         self.travel = travel
-        self._within = within
         self.active = 0
-
-    def again(self, stack: Stack, within: Context) -> None:
-        """Forget how it has ended, as `renew` does, to be carried out in another context."""
-        self._within = within
-        self.renew(stack)
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
         with nullcontext() if self._within is None else self._within():
@@ -419,13 +423,13 @@ class Gather(Operation):
         title: as for `About`.
     """
 
-    __slots__ = ("_arrays", "_within")
+    __slots__ = ("_arrays",)
 
     def __init__(self, name: str, text: str, arrays: Sequence[Any], within: Context = None, title: str = "") -> None:
         parts = tuple((_elements(array)[0].name, array.shape[1]) for array in arrays)
-        super().__init__(name, OperationSignature(text, OperationKind.GATHER, counts=parts), about=About(title))
+        signature = OperationSignature(text, OperationKind.GATHER, counts=parts)
+        super().__init__(name, signature, about=About(title), within=within)
         self._arrays = arrays
-        self._within = within
 
     def carry_out(self, executor: Executor, run: Run, together: Sequence[Operation]) -> None:
         with nullcontext() if self._within is None else self._within():

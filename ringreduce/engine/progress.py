@@ -68,10 +68,6 @@ class Outcomes:
         self._pending = pending
         self._clock = clock
 
-    def carry_out(self, decision: decisions.Decision) -> None:
-        """Do what is decided; raise what ends everything."""
-        _METHODS[type(decision)](self, decision)
-
     def _run(self, run: decisions.Run) -> None:
         """Run operations as one and end them; an error that leaves the ranks in step ends these alone."""
         pending = self._pending
@@ -258,7 +254,7 @@ class Progress:
                 moved = True
             while exchange.decisions:
                 decision = exchange.decisions.popleft()
-                self.outcomes.carry_out(decision)
+                _METHODS[type(decision)](self.outcomes, decision)
             now = self._clock()
             if moved:
                 self.news_s = now

@@ -85,7 +85,6 @@ class RepeatedSteps(Strategy):
 
     def reduce(self, contribution: Contribution) -> list[Any]:
         checks = self._context.checks
-        self._patience.begin_step()
         try:
             if not checks.idle:
                 checks.look(self._context.count.reduced, contribution.gradients)
@@ -148,7 +147,7 @@ class RepeatedSteps(Strategy):
     def _operation(self, last: _LastStep) -> Operation:
         operation = last.operation
         if operation is not None:
-            operation.again(program_stack(1), self._context.buckets.within(last.buckets, last.flats))
+            operation.renew(program_stack(1), self._context.buckets.within(last.buckets, last.flats))
             return operation
         name = f"{self._context.ranks.name}, step"
         text = last.text

@@ -32,12 +32,9 @@ class Patience:
         """Whether enough agreements have found the same."""
         return self._alike >= self._needed
 
-    def begin_step(self) -> None:
-        """To be called before each step."""
-        self._refused = False
-
     def count(self, *, alike: bool) -> None:
-        """Count an agreement; ``alike``: whether it has found the same as the last one."""
+        """Count the agreement of a step that ends; ``alike``: whether it has found the same as the last one."""
+        self._refused = False
         self._alike = self._alike + 1 if alike else 0
 
     def heed(self, error: MismatchError, operation: Operation) -> None:
