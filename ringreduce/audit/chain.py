@@ -4,7 +4,8 @@
 
 ``hash`` is the SHA-256 of the line without its last entry: of its bytes before ``, "hash"``, and a ``}``. ``before`` is
 the ``hash`` of the last whole line, and empty in the first one. ``line`` is the number of the line in the file. A
-process that is killed while it writes may leave half a line; ``cut`` in the next whole one says how many there are.
+process that is killed while it writes may leave half a line; the next one has ``cut``, the SHA-256 of all bytes between
+the last whole line and itself.
 
 With a secret, each line has a signature before its hash: the HMAC-SHA256 of the line without these two entries, of its
 bytes before ``, "signature"`` and a ``}``, by a key that is derived from the secret. As ``before`` is in it, it holds
@@ -31,8 +32,9 @@ from typing import Any, NamedTuple
 from ringreduce.common.files import is_own_file
 from ringreduce.common.keys import Secret
 
-#: All before the hash; of that, all before the signature; the signature; and the hash.
-_WHOLE = re.compile(rb'((\{.*?)(?:, "signature": "([0-9a-f]{64})")?), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
+_WHOLE = re.compile(rb'(\{.*), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
+_SIGNED = re.compile(rb'(\{.*), "signature": "([0-9a-f]{64})", "hash": "[0-9a-f]{64}"\}', re.DOTALL)
+_BEGIN = b'{"line": '
 _TYPES = {
     **dict.fromkeys(("before", "event", "world", "time", "host"), str),
     **dict.fromkeys(("line", "pid"), int),
@@ -57,11 +59,11 @@ class RecordLine(dict[str, Any]):
     """
 
     def __init__(self, text: bytes) -> None:
-        super().__init__(json.loads(text, object_pairs_hook=_unique))
+        super().__init__(json.loads(text, object_pairs_hook=_each_once))
         self.text = text
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("it has an entry twice")
@@ -72,10 +74,9 @@ class Examination(NamedTuple):
     """What an audit record holds.
 
     Attributes:
-        lines: the whole lines up to where the chain breaks, each with all its entries.
+        lines: the lines before the first wrong one that are whole, each with all its entries.
         cut: numbers of lines that were cut off, as a process was killed while it wrote.
-        wrong: number of the line at which the chain breaks: it is not whole, or does not follow the one before. None:
-            it does not break.
+        wrong: number of the first wrong line: it is not as it was written, or not where. None: there is none.
     """
 
     lines: list[RecordLine]
@@ -83,40 +84,52 @@ class Examination(NamedTuple):
     wrong: int | None = None
 
 
-def examine(data: bytes, *, from_begin: bool = True) -> Examination:
-    """Return what the bytes of an audit record say, and whether they are a chain.
-
-    Args:
-        data: the bytes; at least, they begin with a line.
-        from_begin: whether they begin with the first line of the record.
-    """
+def examine(data: bytes) -> Examination:
+    """Return what the bytes of an audit record say, and whether they are a chain."""
     lines: list[RecordLine] = []
     cut: list[int] = []
-    number = 0
-    halves = 0  # since the last whole line
-    before = ""
-    for text in data.removesuffix(b"\n").split(b"\n") if data else ():
+    halves: list[bytes] = []  # since the last whole line
+    *texts, rest = data.split(b"\n")
+    for number, text in enumerate([*texts, rest] if rest else texts, 1):
         line = _read(text)
-        if line is not None and not lines and not from_begin:
-            number, before, halves = line["line"] - 1, line["before"], line.get("cut", 0)
-        number += 1
-        if line is None and _is_half(text, number, before):
-            halves += 1
-            cut.append(number)
-        elif line is None or (line["line"], line["before"], line.get("cut", 0)) != (number, before, halves):
-            return Examination(lines, cut, number - halves)
+        if line is None and _is_half(text):
+            halves.append(text)
+        elif line is None or line.get("cut") != _digest_of(halves):
+            return Examination(lines, cut, number - len(halves))
+        elif (wrong := _misplaced(number, line, lines)) is not None:
+            return Examination([each for each in lines if each["line"] < wrong], [n for n in cut if n < wrong], wrong)
         else:
+            cut += range(number - len(halves), number)
+            halves.clear()
             lines.append(line)
-            before = line["hash"]
-            halves = 0
-    ends_with_half = halves > 0 and data.endswith(b"\n")
-    return Examination(lines, cut, number - halves + 1 if ends_with_half else None)
+    end = len(texts) + bool(rest) - len(halves)
+    before = lines[-1]["hash"] if lines else ""
+    for number, text in enumerate(halves, end + 1):
+        begin = b'{"line": %d, "before": "%s", ' % (number, before.encode())
+        text = text.rstrip(b"\0")
+        if not rest or text[: len(begin)] != begin[: len(text)]:
+            return Examination(lines, cut, number)
+        cut.append(number)
+    return Examination(lines, cut)
+
+
+def _misplaced(number: int, line: RecordLine, lines: Sequence[RecordLine]) -> int | None:
+    """Return which line is the first wrong one, given the next line and the ones before it; None: it belongs there."""
+    last = lines[-1]["hash"] if lines else ""
+    before = line["before"]
+    if before == last:
+        return None if line["line"] == number else number
+    known = {"": 0, **{each["hash"]: each["line"] for each in lines}}
+    if line["hash"] not in known and before in known:
+        return int(known[before]) + 1  # what is between has been inserted
+    # Of two lines that have right numbers and do not fit, the first one was changed, and its hash with it.
+    return lines[-1]["line"] if lines and line["hash"] not in known and line["line"] == number else number
 
 
 def _read(text: bytes) -> RecordLine | None:
     """Return what a line says; None: it is not as it was written."""
     parts = _WHOLE.fullmatch(text)
-    if parts is None or not _has_hash(parts):
+    if parts is None or _digest(parts[1] + b"}") != parts[2].decode():
         return None
     try:
         line = RecordLine(text)
@@ -125,26 +138,32 @@ def _read(text: bytes) -> RecordLine | None:
     return line if all(type(line.get(name)) is kind for name, kind in _TYPES.items()) else None
 
 
-def _is_half(text: bytes, number: int, before: str) -> bool:
-    """Return whether a text may be what a process has left that was killed while it wrote this line."""
-    begin = b'{"line": %d, "before": "%s", ' % (number, before.encode())
-    text = text.rstrip(b"\0")  # A machine that stops leaves zeros.
+def _is_half(text: bytes) -> bool:
+    """Return whether a line that is not whole may be what a process has left that was killed; else it was changed."""
+    text = text.rstrip(b"\0")  # which a machine leaves that stops
     parts = _WHOLE.match(text)
-    return text[: len(begin)] == begin[: len(text)] and not (parts and _has_hash(parts))
-
-
-def _has_hash(parts: re.Match[bytes]) -> bool:
-    return _digest(parts[1] + b"}") == parts[4].decode()
+    if parts and (parts.end() == len(text) or _digest(parts[1] + b"}") == parts[2].decode()):
+        return False
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text[: len(_BEGIN)] == _BEGIN[: len(text)]
+    return False
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _digest_of(halves: Sequence[bytes]) -> str | None:
+    """Return the entry ``cut`` of a line after some halves; None: it has none, as there are no halves."""
+    return _digest(b"\n".join([*halves, b""])) if halves else None
+
+
 def is_signed(line: RecordLine, key: Secret) -> bool:
     """Return whether somebody who has a secret has written the bytes of a line, after all lines before it."""
-    parts = _WHOLE.fullmatch(line.text)
-    return parts is not None and hmac.compare_digest(_signature(parts[2] + b"}", key), parts[3] or b"")
+    parts = _SIGNED.fullmatch(line.text)
+    return parts is not None and hmac.compare_digest(_signature(parts[1] + b"}", key), parts[2])
 
 
 def _signature(body: bytes, key: Secret) -> bytes:
@@ -179,7 +198,7 @@ class ChainedFile:
 
         Raises:
             OSError: the file cannot be written or locked, is a link or no file, belongs to another user or others may
-                read or write it, its last lines are no chain, or it has no line of that world, and so is another one.
+                read or write it, its end was changed, or it has no line of that world, and so is another one.
         """
         with self._locked() as file:
             recorded = set[str]()
@@ -234,13 +253,12 @@ class ChainedFile:
 def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:
     while True:
         nbytes = os.fstat(file).st_size
-        number, before, halves = _end_of(file, nbytes)
-        cut = {"cut": halves} if halves else {}
+        number, before, halves, tail = _end_of(file, nbytes)
+        cut = {"cut": _digest_of(halves)} if halves else {}
         body = json.dumps({"line": number + 1, "before": before, **entry, **cut}, default=plain).encode()
         if key is not None:
             body = body[:-1] + b', "signature": "%s"}' % _signature(body, key)
-        line_end = b"\n" if nbytes and os.pread(file, 1, nbytes - 1) != b"\n" else b""
-        data = line_end + body[:-1] + f', "hash": "{_digest(body)}"}}\n'.encode()
+        data = tail + body[:-1] + f', "hash": "{_digest(body)}"}}\n'.encode()
         if os.write(file, data) != len(data):
             raise OSError("a line was cut off, as the disk is full")
         end = os.lseek(file, 0, os.SEEK_CUR)
@@ -249,21 +267,28 @@ def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:
         os.ftruncate(file, end - len(data))  # a signal handler has appended before this line
 
 
-def _end_of(file: int, nbytes: int) -> tuple[int, str, int]:
-    """Return the number of the last line of a record, the hash of the last whole one, and how many halves follow it."""
+def _end_of(file: int, nbytes: int) -> tuple[int, str, list[bytes], bytes]:
+    """Return where a record ends.
+
+    Returns:
+        The number of its last line, the hash of the last whole one, the halves after that one, and what ends the last
+        line before another one begins.
+    """
     span = _TAIL_NBYTES
     while True:
         data = os.pread(file, span, max(nbytes - span, 0))
-        is_tail = span < nbytes
-        found = examine(data.partition(b"\n")[2] if is_tail else data, from_begin=not is_tail)
-        if found.wrong is None and (found.lines or not is_tail):
-            break
-        if not is_tail:
-            raise OSError("its last lines were changed, or it is no audit record; move it away")
+        tail = b"\n" if data and not data.endswith(b"\n") else b""
+        texts = (data + tail).split(b"\n")[:-1]
+        halves: list[bytes] = []
+        for text in reversed(texts[1:] if span < nbytes else texts):  # the first one may have begun before
+            if (line := _read(text)) is not None:
+                return line["line"] + len(halves), line["hash"], halves[::-1], tail
+            if not _is_half(text):
+                raise OSError("its last line was changed, or it is no audit record; move it away")
+            halves.append(text)
+        if span >= nbytes:
+            return len(halves), "", halves[::-1], tail
         span *= 16
-    number, before = (found.lines[-1]["line"], found.lines[-1]["hash"]) if found.lines else (0, "")
-    halves = sum(line > number for line in found.cut)
-    return number + halves, before, halves
 
 
 def _fact_text(line: Mapping[str, Any]) -> str:

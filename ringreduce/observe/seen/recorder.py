@@ -204,6 +204,7 @@ class FlightRecorder:
         self._metrics = metrics
         self._resources.begin()
         self._status = Announcement(_STATUS)
+        self._status.replace(b"")  # Its descriptor comes with the world, not some time later.
 
     def write_status(self) -> Snapshot | None:
         """Return what this rank does now, and announce it; None: `begin_status` was not called."""
