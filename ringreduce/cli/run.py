@@ -192,8 +192,9 @@ def command(dry_run: bool, **options: Any) -> int:
     make_folder(spec)
     if start.spec.rank_variables and (KEY_VARIABLE in spec.settings or os.environ.get(KEY_VARIABLE)):
         say("ranks get no MASTER_ADDR and MASTER_PORT, as torch's own backends do not encrypt; -x sets them")
+    start = start.with_stdin()  # Where there is no standard input, the next file that is opened would be taken for it.
     with with_agents(start, bytes_bar) as (start, hearing), with_free_port(start) as start:
-        status = Restarts(start.with_stdin(), hearing=hearing).run()
+        status = Restarts(start, hearing=hearing).run()
         if status == os.EX_TEMPFAIL:  # a second warning must not keep the job from being run again
             ignore(signal.SIGTERM)
             ignore(signal.SIGUSR1)
