@@ -16,20 +16,18 @@ A line that has an entry twice, at any depth, is no line: programs do not agree 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import json
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ringreduce.common.files import is_own_file
+from ringreduce.common.files import is_own_file, lock_file
 from ringreduce.common.keys import Secret
 
 _WHOLE = re.compile(rb'(\{.*), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
@@ -41,7 +39,6 @@ _TYPES = {
     **{"ranks": list, "facts": dict},
 }
 _LOCK_S = 2.0
-_LOCK_AGAIN_S = 0.005
 _TAIL_NBYTES = 1 << 16
 
 
@@ -234,20 +231,13 @@ class ChainedFile:
                 self._is_locked = inside
 
     def _lock(self, file: int) -> None:
-        deadline = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has kept {self.path} locked for {_LOCK_S:g} s") from None
-                time.sleep(_LOCK_AGAIN_S)  # a lock that is waited for has no time limit
-            except OSError:
-                if not self._alone:
-                    raise
-                return
-            else:
-                return
+        try:
+            lock_file(file, _LOCK_S)
+        except TimeoutError as error:
+            raise TimeoutError(f"{self.path}: {error}") from None
+        except OSError:
+            if not self._alone:
+                raise
 
 
 def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:

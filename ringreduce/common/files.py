@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import grp
 import os
 import pwd
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from ringreduce.common import processes
 from ringreduce.common.errors import ConfigError, ForeignFileError
+
+_LOCK_AGAIN_S = 0.005
 
 
 def create_file(path: Path) -> BinaryIO:
@@ -117,6 +121,25 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
         file.close()
         raise ConfigError("it is no regular file")
     return file
+
+
+def lock_file(file: int, limit_s: float) -> None:
+    """Lock an open file, which other processes lock for a while, too; it is unlocked when it is closed.
+
+    Raises:
+        TimeoutError: another one has had it for so long.
+        OSError: files cannot be locked there.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another process has kept it locked for {limit_s:g} s") from None
+            time.sleep(_LOCK_AGAIN_S)  # A lock that is waited for in the system has no time limit.
+        else:
+            return
 
 
 def read_file(path: str | os.PathLike[str], *, most_nbytes: int, ours: bool = False) -> bytes:

@@ -84,15 +84,15 @@ class State:
 
     def save(self) -> None:
         """Copy everything, in this process's memory."""
-        raise NotImplementedError
+        raise NotImplementedError  # Subclasses know how.
 
     def restore(self) -> None:
         """Load the last copy."""
-        raise NotImplementedError
+        raise NotImplementedError  # Subclasses know how.
 
     def sync(self) -> None:
         """Make all ranks hold rank 0's values, and take a copy. Collective."""
-        raise NotImplementedError
+        raise NotImplementedError  # Subclasses know how.
 
     def reset(self) -> None:
         """Prepare for other ranks than before; called when they are connected. Does nothing unless overridden."""

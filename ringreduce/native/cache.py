@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import own_folder, read_file
+from ringreduce.common.files import lock_file, own_folder, read_file
 from ringreduce.native.library import Library, load, processor
 
 _log = logging.getLogger(__name__)
@@ -83,15 +81,7 @@ def _locked(path: Path) -> Iterator[None]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        deadline = time.monotonic() + _MAKING_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process holds {path}") from None
-                time.sleep(0.02)
+        lock_file(descriptor, _MAKING_S)
         yield
     finally:
         os.close(descriptor)

@@ -10,37 +10,7 @@ import numpy as np
 
 from ringreduce.buffers import Array, address_of
 from ringreduce.common.partition import Partition
-from ringreduce.native.layout import (
-    CODE,
-    COUNT,
-    COUNTERS,
-    DONE,
-    END,
-    FIELDS,
-    FINISH,
-    GROW,
-    HELD_POLLS,
-    INDEX,
-    ITEMSIZE,
-    LATE_BARRIER,
-    LATE_ENTRY,
-    LINE_NBYTES,
-    MAILBOX,
-    MINE,
-    MISMATCH,
-    MOVED,
-    PAIR,
-    POLLS,
-    RELEASES,
-    ROOM,
-    SCRATCH,
-    SCRATCH_NBYTES,
-    SIZE,
-    SOURCE,
-    TARGET,
-    TURNS,
-    YIELDS,
-)
+from ringreduce.native import layout
 from ringreduce.native.library import Library
 from ringreduce.transport.shared.board import Board, Signature
 from ringreduce.transport.shared.board_memory import COUNTERS_LINE, MAILBOX_NBYTES
@@ -67,7 +37,7 @@ class CompiledCalls(NamedTuple):
 
     def mailed(self, board: Board, entry: Signature, nbytes: int) -> MailedCall:
         """Return an allreduce of so many bytes by mailboxes."""
-        room = -(-nbytes // LINE_NBYTES) * LINE_NBYTES
+        room = -(-nbytes // layout.LINE_NBYTES) * layout.LINE_NBYTES
         turns = (
             4 if 4 * room <= MAILBOX_NBYTES else 2 if 2 * room <= MAILBOX_NBYTES else 1
         )  # as `BoardMemory.mailboxes`
@@ -99,7 +69,9 @@ class CompiledCalls(NamedTuple):
             others: the places that the others publish.
         """
         target = targets[board.members[0]]
-        block = Partition.even(target.size, len(board.members), LINE_NBYTES // target.itemsize).segment[board.index]
+        block = Partition.even(target.size, len(board.members), layout.LINE_NBYTES // target.itemsize).segment[
+            board.index
+        ]
         views = [each[member] for each in (sources, targets) for member in board.members]
         starts = [address_of(view) + block.start * target.itemsize for view in views]
         share = (block.stop - block.start) * target.itemsize
@@ -121,32 +93,32 @@ class _PlanMemory:
         rest: Sequence[int],
         mailbox: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        self._scratch = np.empty(SCRATCH_NBYTES, np.uint8)
+        self._scratch = np.empty(layout.SCRATCH_NBYTES, np.uint8)
         size = len(board.members)
         lines = board.memory.addresses.copy()
         mine = lines.pop(board.index)
         crowded = board.waiter.crowded
         fields = {
-            SIZE: size,
-            INDEX: board.index,
-            MINE: mine,
-            COUNTERS: mine + COUNTERS_LINE * LINE_NBYTES,
-            CODE: entry.code,
-            SOURCE: entry.source,
-            TARGET: entry.target,
-            SCRATCH: address_of(self._scratch),
-            COUNT: share // kernel[0],
-            HELD_POLLS: 0 if crowded else _HELD_POLLS,
-            POLLS: 0 if crowded else _POLLS,
-            YIELDS: _YIELDS if crowded else 0,
-            RELEASES: int(nbytes >= _RELEASED_NBYTES),
+            layout.SIZE: size,
+            layout.INDEX: board.index,
+            layout.MINE: mine,
+            layout.COUNTERS: mine + COUNTERS_LINE * layout.LINE_NBYTES,
+            layout.CODE: entry.code,
+            layout.SOURCE: entry.source,
+            layout.TARGET: entry.target,
+            layout.SCRATCH: address_of(self._scratch),
+            layout.COUNT: share // kernel[0],
+            layout.HELD_POLLS: 0 if crowded else _HELD_POLLS,
+            layout.POLLS: 0 if crowded else _POLLS,
+            layout.YIELDS: _YIELDS if crowded else 0,
+            layout.RELEASES: int(nbytes >= _RELEASED_NBYTES),
         }
-        fields.update(zip((ITEMSIZE, PAIR, FINISH, GROW, END), kernel, strict=True))
-        fields.update(zip((ROOM, TURNS, MAILBOX), mailbox, strict=True))
-        self._memory = np.zeros(FIELDS + 5 * size, np.int64)
+        fields.update(zip((layout.ITEMSIZE, layout.PAIR, layout.FINISH, layout.GROW, layout.END), kernel, strict=True))
+        fields.update(zip((layout.ROOM, layout.TURNS, layout.MAILBOX), mailbox, strict=True))
+        self._memory = np.zeros(layout.FIELDS + 5 * size, np.int64)
         self._memory[list(fields)] = list(fields.values())
         rest = [*lines, *rest]
-        self._memory[FIELDS : FIELDS + len(rest)] = rest
+        self._memory[layout.FIELDS : layout.FIELDS + len(rest)] = rest
         self.address = address_of(self._memory)
 
 
@@ -169,13 +141,13 @@ class _CompiledCall:
         """
         board = self._board
         tries = 0
-        while code in (LATE_ENTRY, LATE_BARRIER):
+        while code in (layout.LATE_ENTRY, layout.LATE_BARRIER):
             if tries == _AGAIN or board.waiter.crowded or board.waiter.patient():
-                wait = board.wait_for_entries if code == LATE_ENTRY else board.barrier_again
+                wait = board.wait_for_entries if code == layout.LATE_ENTRY else board.barrier_again
                 wait(self._text)
             tries += 1
             code = call(code)
-        if code == MISMATCH:
+        if code == layout.MISMATCH:
             board.disagree(self._text)
         return code
 
@@ -190,7 +162,7 @@ class MailedCall(_CompiledCall):
         go_on = self._go_on
 
         def run() -> None:
-            if code := mailed(plan, source, target, DONE):
+            if code := mailed(plan, source, target, layout.DONE):
                 go_on(code, source, target)
 
         return run
@@ -203,16 +175,16 @@ class MailedCall(_CompiledCall):
 
         def run(result: Array) -> None:
             target = address_of(result)
-            if code := mailed(plan, source, target, DONE):
+            if code := mailed(plan, source, target, layout.DONE):
                 go_on(code, source, target)
 
         return run
 
     def _go_on(self, code: int, source: int, target: int) -> None:
         call = partial(self._library.mailed, self._plan.address, source, target)
-        if self._finish(call, code) == MOVED:
+        if self._finish(call, code) == layout.MOVED:
             self._board.barrier(self._text)
-            call(LATE_BARRIER)
+            call(layout.LATE_BARRIER)
 
 
 class TwoShotCall(_CompiledCall):
@@ -220,5 +192,5 @@ class TwoShotCall(_CompiledCall):
 
     def run(self) -> bool:
         """Make the call; return whether it is done. If not, all have entered, and arrays are in other places."""
-        code = self._library.two_shot(self._plan.address, DONE)
+        code = self._library.two_shot(self._plan.address, layout.DONE)
         return not code or not self._finish(partial(self._library.two_shot, self._plan.address), code)
