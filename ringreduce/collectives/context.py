@@ -34,7 +34,15 @@ from ringreduce.transport.agreement import Agreement
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared.arena import Arena, Block
 from ringreduce.transport.shared.board import Board, Signature
-from ringreduce.transport.shared.compiled import CompiledCalls
+from ringreduce.transport.shared.compiled import (
+    BARRIER,
+    ENTER,
+    CompiledCall,
+    CompiledKernels,
+    Step,
+    compile_call,
+    expect,
+)
 from ringreduce.transport.shared.direct import INNER_NBYTES
 from ringreduce.transport.shared.node import Node
 from ringreduce.transport.waiting import Waiter
@@ -158,16 +166,21 @@ class Context:
         key = dtype.name, op
         kernels = self.scratch.kernels.get(key)
         if kernels is None:
-            kernels = self.scratch.kernels[key] = kernels_for(dtype, op, self.topology.size)
+            library = self.node.library
+            size = self.topology.size
+            if library is not None and (dtype.name, op.value) in library.kernels:
+                kernels = CompiledKernels(library, dtype.name, op.value, size)
+            else:
+                kernels = kernels_for(dtype, op, size)
+            self.scratch.kernels[key] = kernels
         return kernels
 
-    def compiled(self, task: Task) -> CompiledCalls | None:
-        """Return the compiled calls for a task; None: NumPy's path is to be used."""
+    def compiled(
+        self, entry: Signature, nbytes: int, programs: Callable[[], Sequence[Sequence[Step]]]
+    ) -> CompiledCall | None:
+        """Return a compiled call on this node, see `compile_call`; None: NumPy's path is to be used."""
         library = self.node.library
-        if library is None or task.kind.weights:
-            return None
-        kernel = library.kernels.get((task.dtype.name, task.op.value))
-        return None if kernel is None else CompiledCalls(library, kernel)
+        return None if library is None else compile_call(library, self.board, entry, nbytes, programs())
 
     def link(self, signature: Signature) -> Link:
         """Return how this rank sends, waits and reports in a call.
@@ -389,17 +402,57 @@ class NodeSchedule:
 
 
 class NodePlan(BoundCall):
-    """A plan for an input of this rank, which the others of the node read where it is."""
+    """A plan for an input of this rank, which the others of the node read where it is.
 
-    def __init__(self, context: Context, task: Task, source: Operand) -> None:
+    Args:
+        context: the ranks.
+        task: what to do.
+        source: the input; it is not kept.
+        entry: what this rank publishes.
+    """
+
+    def __init__(self, context: Context, task: Task, source: Operand, entry: Signature) -> None:
         self._context = context
         self._task = task
         self._board = context.board
         self._instruments = context.instruments
         self._text = task.signature.text
         self._source = unowned(source.view, source.address)
+        self._entry = entry
         #: What was bound, by the places of the arrays and what else that depends on.
         self._bound: dict[tuple[int, ...], Any] = {}
+        self._others: list[int] = []  # What the others have published in the last call.
+        self._tried = False  # Whether the call was compiled for that,
+        self._compiled: CompiledCall | None = None  # and with success.
+
+    def _enter(self) -> list[int] | None:
+        """Enter the call, and carry it out if it is compiled; return what the others publish; None: it is done."""
+        compiled = self._compiled
+        if compiled is None or self._instruments.observers:
+            return self._board.enter(self._entry)
+        return None if compiled.run() else self._board.others()
+
+    def _carry_out(self, others: list[int], calls: list[Call], *, stays: bool = True) -> None:
+        """Carry out what is bound to the places of the others, up to a barrier; ``stays``: this rank's are as before."""
+        if others != self._others:
+            self._others = others
+            self._compiled = None
+            self._tried = False
+        elif stays and not self._tried:  # It may come a third time.
+            self._tried = True
+            self._compiled = self._context.compiled(
+                self._entry,
+                self._source.nbytes,
+                lambda: [[ENTER, expect(self._board, turn, others), *calls, BARRIER] for turn in (0, 1)],
+            )
+        observed = self._instruments.observers
+        for call in calls:
+            call()
+        if observed:
+            self._instruments.step("load and store")
+        self._board.barrier(self._text)
+        if observed:
+            self._instruments.step("barrier")
 
     def _keep(self, key: tuple[int, ...], bound: Any) -> Any:
         if len(self._bound) >= BINDINGS:
@@ -416,3 +469,5 @@ class NodePlan(BoundCall):
     def close(self) -> None:
         """Forget what was bound; to run it again binds again."""
         self._bound.clear()
+        self._others = []
+        self._compiled = None

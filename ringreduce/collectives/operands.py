@@ -299,6 +299,7 @@ class ResultArray:
     def make(self, shape: tuple[int, ...], dtype: DType) -> None:
         """Make a new array."""
         assert self._maker is not None
+        self._flat = None
         self.out, self.operand = self._maker(shape, dtype)
 
     def flat(self) -> Operand:
@@ -314,18 +315,19 @@ class ResultArray:
 
     def place(self, rows: Sequence[int] = ()) -> Operand:
         """Return `flat`, for rows that come from each rank; a `ringreduce.collectives.plan.Place`."""
-        self.rows = rows
-        if self.operand is None:
+        if self.operand is None or (self.rows and rows != self.rows and self._row is not None):
             assert self._row is not None
             assert self._dtype is not None
             self.make((sum(rows), *self._row), self._dtype)
+        self.rows = rows
         return self.flat()
 
     def part(self, agreed: Sequence[int]) -> Operand:
         """Return `flat` as bytes, for the part of a scatter that `agreed_part` describes; a `Place`."""
-        if self.operand is None:
+        if self.operand is None or (self._maker is not None and agreed != self.rows):
             shape, dtype = part_of(agreed)
             self.make(shape, dtype)
+        self.rows = agreed
         whole = self.flat()
         return Operand(whole.view.view(np.uint8), DTYPES["uint8"], whole.address)
 

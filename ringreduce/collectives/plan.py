@@ -48,7 +48,7 @@ class BoundCall(ABC):
 
         Args:
             source: this rank's input, flat; where it was when the plan was made, if the plan is bound to that.
-            place: called once, returns the memory for the result.
+            place: returns the memory for the result; called again, as others now send other rows, other memory.
 
         Raises:
             MismatchError, CollectiveTimeoutError, TransportError: see `Communicator`.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: The functions that Python calls, with how many whole numbers each.
-CALLS = {"mailed": 4, "two_shot": 2}
-#: What these need of the process.
+#: What compiled code needs of the process.
 PYTHON_SYMBOLS = ("PyLong_AsLongLong", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread")
 SYSTEM_SYMBOLS = ("sched_yield", "memcpy", "memset")
 

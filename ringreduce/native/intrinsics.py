@@ -35,6 +35,17 @@ def store_release(typing: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def fence(typing: Any) -> Any:
+    """Let what is loaded after this be no older than what was loaded before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("acquire")
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@intrinsic
 def pause(typing: Any) -> Any:
     """Let the processor wait some cycles in a loop that polls, and leave its units to the core's other thread."""
 

@@ -1,55 +1,79 @@
-"""What a compiled call finds where: the fields of a plan, and what it returns.
+"""What the compiled function finds where: the fields of a plan, the steps of its programs, and what it returns.
 
-A plan is an array of 64-bit integers. After its fields come the addresses that depend on the number of ranks: line 0 of
-each other member's board, in the order of members; then, by member, where the term is, and then where the result goes
-(of a two-shot) or the first of its mailboxes (of a mailed call).
+A plan is an array of 64-bit integers: fields, line 0 of each other member's board in the order of members, and
+programs, of which the number of a call chooses one. A program is a list of steps: each is a number of those below, and
+what belongs to it. An address in a step is that number of bytes from a base, which is in its upper bits: 0, the call's
+source, or its target.
 """
 
 from __future__ import annotations
 
+#: The mailboxes of a call, and so its program, depend on its number modulo this.
+TURNS = 8
 #: Of scratch in which sums grow: they stay in a core's first-level cache.
 SCRATCH_NBYTES = 8192
 
-#: How many members there are, and which one this rank is.
+#: How many members there are.
 SIZE = 0
-INDEX = 1
 #: The address of line 0 of this rank's board, and of its own counters.
-MINE = 2
-COUNTERS = 3
-#: What it publishes: the hash of the signature, the places of its input and result.
-CODE = 4
-SOURCE = 5
-TARGET = 6
+MINE = 1
+COUNTERS = 2
 #: The addresses of the functions of a `ringreduce.native.catalog.Kernel`, 0 for none; of scratch for sums that grow.
-PAIR = 7
-FINISH = 8
-GROW = 9
-END = 10
-SCRATCH = 11
-#: How many numbers this rank reduces, and how many bytes one has.
-COUNT = 12
-ITEMSIZE = 13
+PAIR = 3
+FINISH = 4
+GROW = 5
+ROUND = 6
+SCRATCH = 7
+#: How many bytes a number has, and by what sums are divided.
+ITEMSIZE = 8
+DIVISOR = 9
 #: How often a wait polls while it holds the interpreter's lock; without it; and how often it then gives its core away.
-HELD_POLLS = 14
-POLLS = 15
-YIELDS = 16
+HELD_POLLS = 10
+POLLS = 11
+YIELDS = 12
 #: Whether the interpreter's lock is given back before anything is done.
-RELEASES = 17
-#: Of mailed calls: the bytes of a part of a mailbox, how many parts take turns, the bytes of a mailbox.
-ROOM = 18
-TURNS = 19
-MAILBOX = 20
-#: The first of the addresses. After those of a two-shot come the places of input and result that the others publish.
-FIELDS = 21
+RELEASES = 13
+#: Where in the plan a call goes on that has returned something else than `DONE`.
+NEXT = 14
+#: Bases of addresses: 0, the source and the target of the call.
+BASES = 15
+#: Where in the plan the program of each turn is.
+PROGRAMS = 18
+#: How many numbers this rank publishes from `SIGNATURE` on, and these.
+PUBLISHES = PROGRAMS + TURNS
+PUBLISHED = PUBLISHES + 1
+#: The first of the addresses.
+FIELDS = PUBLISHED + 7
 
-#: What a compiled call returns. The first three are also what it is called with: where to go on.
+#: So many bits of an address are bytes.
+ADDRESS_BITS = 60
+FROM_SOURCE = 1 << ADDRESS_BITS
+FROM_TARGET = 2 << ADDRESS_BITS
+
+#: The steps. The end of a program;
+END = 0
+#: a copy: target, source, bytes;
+COPY = 1
+#: a reduction in the order of terms: how many numbers, how many terms, target, terms;
+REDUCE = 2
+#: the rendezvous: publish, wait for all, compare signatures;
+ENTER = 3
+#: whether numbers in memory are as expected: what to return if not, address, how many, and these;
+EXPECT = 4
+#: a flag that this rank has reached the next barrier; and the wait for all others.
+ARRIVE = 5
+AWAIT = 6
+
+#: What the compiled function returns, and is called with: `DONE`, or where to go on.
 DONE = 0
 LATE_ENTRY = 1  # a member has not entered
 LATE_BARRIER = 2  # a member has not reached the barrier
-MISMATCH = 3  # a member calls something else
-MOVED = 4  # a member's arrays are not where this plan has them
+UNFINISHED = 3  # so that signals are heard
+MISMATCH = 4  # a member calls something else
+MOVED = 5  # the others' arrays are not where this plan has them; it may go on all the same
+ABSENT = 6  # a member has detached
 
-#: The lines of a board, see `ringreduce.transport.shared.board`.
+#: The lines of a board, see `ringreduce.transport.shared.board_memory`.
 LINE_NBYTES = 64
 BARRIER_LINE = 2
 #: Fields of an entry line.

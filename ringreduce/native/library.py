@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ringreduce.native.catalog import CALLS, FUNCTIONS, KERNELS, PYTHON_SYMBOLS, SYSTEM_SYMBOLS
+from ringreduce.native.catalog import FUNCTIONS, KERNELS, PYTHON_SYMBOLS, SYSTEM_SYMBOLS
 
 _METH_FASTCALL = 0x80
 
@@ -15,13 +15,12 @@ class Library(NamedTuple):
     """The compiled functions.
 
     Attributes:
-        mailed: see `ringreduce.native.loops.mailed`.
-        two_shot: see `ringreduce.native.loops.two_shot`.
+        run: runs a plan, see `ringreduce.native.loops.run`; takes its address, those of source and target, and where
+            to go on.
         kernels: by dtype and operation: the bytes of a number, and the addresses of the functions of a `Kernel`.
     """
 
-    mailed: Callable[[int, int, int, int], int]
-    two_shot: Callable[[int, int], int]
+    run: Callable[[int, int, int, int], int]
     kernels: dict[tuple[str, str], tuple[int, ...]]
 
 
@@ -65,13 +64,13 @@ def load(content: bytes) -> Library:
         builder.import_symbol(name, _address(system, name))
     # Numba counts the references of arrays that own memory. None do here, so this is never called.
     builder.import_symbol("NRT_MemInfo_call_dtor", _address(system, "abort"))
-    for name in (*CALLS, *FUNCTIONS):
+    for name in ("run", *FUNCTIONS):
         builder.export_symbol(name)
     linked = builder.link(jit, "ringreduce")
     _kept.append((jit, linked))
     addresses = {name: int(linked[name]) for name in FUNCTIONS}
     kernels = {key: (each.itemsize, *(addresses.get(name, 0) for name in each[1:])) for key, each in KERNELS.items()}
-    return Library(_function(linked["mailed"], "mailed"), _function(linked["two_shot"], "two_shot"), kernels)
+    return Library(_function(linked["run"], "run"), kernels)
 
 
 def _address(library: Any, name: str) -> int:

@@ -1,7 +1,7 @@
-"""Compiled calls on one node: publish, wait so long, compare signatures, add, meet again.
+"""The compiled function: it runs the program of a plan, from the rendezvous of a call on one node to its last barrier.
 
-They speak the protocol of `ringreduce.transport.shared.board`, so ranks that run NumPy's path may take part. Patience,
-deaths, limits and errors are Python's: a call that has waited for long returns where it is to go on.
+It speaks the protocol of `ringreduce.transport.shared.board`, so ranks that run NumPy's path may take part. Patience,
+deaths, limits and errors are Python's: a call that has waited, or worked, for long returns where it is to go on.
 """
 
 from __future__ import annotations
@@ -9,55 +9,76 @@ from __future__ import annotations
 import numba
 from numba import njit, types
 
-from ringreduce.native.intrinsics import call, copy, give_core_away, load_acquire, pause, pointer_to, store_release
+from ringreduce.native.intrinsics import (
+    call,
+    copy,
+    fence,
+    give_core_away,
+    load_acquire,
+    pause,
+    pointer_to,
+    store_release,
+)
 from ringreduce.native.layout import (
+    ADDRESS_BITS,
+    ARRIVE,
+    AWAIT,
     BARRIER_LINE,
     BARRIERS,
+    BASES,
     CALLS,
-    CODE,
-    COUNT,
+    COPY,
     COUNTERS,
+    DIVISOR,
     DONE,
-    END,
+    ENTER,
+    EXPECT,
     FIELDS,
     FINISH,
+    FROM_SOURCE,
     GROW,
     HELD_POLLS,
-    INDEX,
     ITEMSIZE,
     LATE_BARRIER,
     LATE_ENTRY,
     LINE_NBYTES,
-    MAILBOX,
     MINE,
     MISMATCH,
-    MOVED,
+    NEXT,
     NUMBER,
     PAIR,
-    PLACES,
     POLLS,
-    ROOM,
+    PROGRAMS,
+    PUBLISHED,
+    PUBLISHES,
+    REDUCE,
+    ROUND,
     SCRATCH,
     SCRATCH_NBYTES,
     SIGNATURE,
     SIZE,
-    SOURCE,
-    TARGET,
     TURNS,
+    UNFINISHED,
     WRITTEN,
     YIELDS,
 )
 
 _numbers = pointer_to(types.int64)
 _WORD = 8
-#: Bytes that are added and stored to the others while they are in a core's cache.
-_PIECE_NBYTES = 32768
+#: After so many bytes a call returns, so that signals are heard: a millisecond at most.
+_MOST_NBYTES = 2 << 20
 
 
 @njit
-def words(address, count):
+def words(address):
     """Return numbers of 64 bits in memory."""
-    return numba.carray(_numbers(address), count)
+    return numba.carray(_numbers(address), 1)
+
+
+@njit
+def place(plan, word):
+    """Return the address in a step."""
+    return plan[BASES + (word >> ADDRESS_BITS)] + (word & (FROM_SOURCE - 1))
 
 
 @njit
@@ -80,44 +101,40 @@ def all_there(plan, line, number, patient):
 
 
 @njit
-def begin(plan):
-    """Count a call, and publish all of it but its number; return that."""
-    counters = words(plan[COUNTERS], 4)
+def publish(plan, counters):
+    """Count a call, and let the others see it."""
     number = counters[CALLS] + 1
     counters[CALLS] = number
-    line = words(plan[MINE] + (number & 1) * LINE_NBYTES, 4)
+    mine = plan[MINE] + (number & 1) * LINE_NBYTES
+    line = words(mine)
     # Others poll this line: each store makes it travel.
-    if line[SIGNATURE] != plan[CODE] or line[PLACES] != plan[SOURCE] or line[PLACES + 1] != plan[TARGET]:
-        line[SIGNATURE] = plan[CODE]
-        line[PLACES] = plan[SOURCE]
-        line[PLACES + 1] = plan[TARGET]
-        counters[WRITTEN + (number & 1)] = 1
-    return number
+    for i in range(plan[PUBLISHES]):
+        if line[SIGNATURE + i] != plan[PUBLISHED + i]:
+            line[SIGNATURE + i] = plan[PUBLISHED + i]
+            counters[WRITTEN + (number & 1)] = 1
+    store_release(mine + NUMBER * _WORD, number)
 
 
 @njit
 def alike(plan, line):
     """Return whether all other members, which have entered, call the same."""
     for peer in range(plan[SIZE] - 1):  # noqa: SIM110  Numba has no `all`
-        if words(plan[FIELDS + peer] + line, 4)[SIGNATURE] != plan[CODE]:
+        if words(plan[FIELDS + peer] + line)[SIGNATURE] != plan[PUBLISHED]:
             return False
     return True
 
 
 @njit
-def reduce(plan, terms, offset, target, count):
-    """Reduce numbers of all members, in their order.
+def reduce(plan, step):
+    """Reduce numbers in the order of terms.
 
     Sums of three or more terms grow in scratch, so that a term that is still to come is not overwritten.
-
-    Args:
-        plan: of the call.
-        terms: the field from which on it has the addresses of the terms.
-        offset: bytes, added to each.
-        target: the address of the result.
-        count: how many numbers.
     """
-    size = plan[SIZE]
+    count = plan[step + 1]
+    size = plan[step + 2]
+    divisor = plan[DIVISOR]
+    target = place(plan, plan[step + 3])
+    terms = step + 4
     scratch = plan[SCRATCH]
     itemsize = plan[ITEMSIZE]
     wide = plan[GROW] != 0
@@ -125,94 +142,85 @@ def reduce(plan, terms, offset, target, count):
     for start in range(0, count, limit):
         n = min(limit, count - start)
         skip = start * itemsize
-        here = offset + skip
         result = target + skip
         if size == 2:
-            call(plan[PAIR], result, plan[terms] + here, plan[terms + 1] + here, n, size)
+            call(plan[PAIR], result, place(plan, plan[terms]) + skip, place(plan, plan[terms + 1]) + skip, n, divisor)
         elif wide:
-            for member in range(size):
-                call(plan[GROW], scratch, member, plan[terms + member] + here, n, size)
-            call(plan[END], result, scratch, 0, n, size)
+            for term in range(size):
+                call(plan[GROW], scratch, term, place(plan, plan[terms + term]) + skip, n, divisor)
+            call(plan[ROUND], result, scratch, 0, n, divisor)
         else:
-            call(plan[PAIR], scratch, plan[terms] + here, plan[terms + 1] + here, n, size)
-            for member in range(2, size - 1):
-                call(plan[PAIR], scratch, scratch, plan[terms + member] + here, n, size)
-            call(plan[PAIR], result, scratch, plan[terms + size - 1] + here, n, size)
+            call(plan[PAIR], scratch, place(plan, plan[terms]) + skip, place(plan, plan[terms + 1]) + skip, n, divisor)
+            for term in range(2, size - 1):
+                call(plan[PAIR], scratch, scratch, place(plan, plan[terms + term]) + skip, n, divisor)
+            call(plan[PAIR], result, scratch, place(plan, plan[terms + size - 1]) + skip, n, divisor)
         if plan[FINISH] != 0:
-            call(plan[FINISH], result, 0, 0, n, size)
+            call(plan[FINISH], result, 0, 0, n, divisor)
+
+
+@njit
+def is_expected(plan, step):
+    """Return whether numbers in memory are what a step expects."""
+    fence()
+    found = words(place(plan, plan[step + 2]))
+    for i in range(plan[step + 3]):  # noqa: SIM110
+        if found[i] != plan[step + 4 + i]:
+            return False
+    return True
 
 
 @njit(types.int64(*[types.int64] * 5), nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def mailed(address, source, target, phase, patient):
-    """Allreduce private arrays: each rank copies its own into its mailbox, and reduces all.
-
-    There is no barrier: the mailboxes of a call are read until all have entered the next but one. Only a member whose
-    arrays are in the arena (`MOVED`) copies its own into its mailbox after the rendezvous; then Python makes a barrier,
-    and goes on behind that.
-    """
-    size = words(address, 1)[SIZE]
-    plan = words(address, FIELDS + 3 * size)
-    counters = words(plan[COUNTERS], 4)
-    number = counters[CALLS]
-    me = plan[INDEX]
-    boxes = FIELDS + size - 1
-    terms = boxes + size
+def run(address, source, target, phase, patient):
+    """Begin a call with ``phase`` `DONE`, or go on with what it has returned; see `ringreduce.native.layout`."""
+    plan = words(address)
+    counters = words(plan[COUNTERS])
     if phase == DONE:
-        number = begin(plan)
-    part = (number & 1) * plan[MAILBOX] + (number >> 1) % plan[TURNS] * plan[ROOM]
-    line = (number & 1) * LINE_NBYTES
-    if phase == DONE:
-        copy(plan[boxes + me] + part, source, plan[COUNT] * plan[ITEMSIZE])
-        store_release(plan[MINE] + line + NUMBER * _WORD, number)
-    if not all_there(plan, line, number, patient):
-        return LATE_ENTRY
-    if not alike(plan, line):
-        return MISMATCH
-    if phase != LATE_BARRIER:
-        for peer in range(size - 1):
-            if words(plan[FIELDS + peer] + line, 4)[PLACES] != plan[SOURCE]:
-                return MOVED
-    for member in range(size):
-        plan[terms + member] = plan[boxes + member] + part
-    plan[terms + me] = source
-    reduce(plan, terms, 0, target, plan[COUNT])
-    return DONE
-
-
-@njit(types.int64(*[types.int64] * 3), nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def two_shot(address, phase, patient):
-    """Allreduce arrays that all ranks of the node can touch: each reduces a block of all, and stores it in all."""
-    size = words(address, 1)[SIZE]
-    plan = words(address, FIELDS + 5 * size)
-    counters = words(plan[COUNTERS], 4)
-    me = plan[INDEX]
-    sources = FIELDS + size - 1
-    targets = sources + size
-    places = targets + size
-    if phase == DONE:
-        number = begin(plan)
-        store_release(plan[MINE] + (number & 1) * LINE_NBYTES + NUMBER * _WORD, number)
-    if phase != LATE_BARRIER:
-        number = counters[CALLS]
-        line = (number & 1) * LINE_NBYTES
-        if not all_there(plan, line, number, patient):
-            return LATE_ENTRY
-        if not alike(plan, line):
-            return MISMATCH
-        for peer in range(size - 1):
-            found = words(plan[FIELDS + peer] + line, 4)
-            if found[PLACES] != plan[places + 2 * peer] or found[PLACES + 1] != plan[places + 2 * peer + 1]:
-                return MOVED
-        nbytes = plan[COUNT] * plan[ITEMSIZE]
-        for start in range(0, nbytes, _PIECE_NBYTES):
-            piece = min(_PIECE_NBYTES, nbytes - start)
-            result = plan[targets + me] + start
-            reduce(plan, sources, start, result, piece // plan[ITEMSIZE])
-            for member in range(size):
-                if member != me:
-                    copy(plan[targets + member] + start, result, piece)
-        counters[BARRIERS] += 1
-        store_release(plan[MINE] + BARRIER_LINE * LINE_NBYTES, counters[BARRIERS])
-    if not all_there(plan, BARRIER_LINE * LINE_NBYTES, counters[BARRIERS], patient):
-        return LATE_BARRIER
-    return DONE
+        plan[BASES + 1] = source
+        plan[BASES + 2] = target
+        step = plan[PROGRAMS + (counters[CALLS] + 1) % TURNS]
+    else:
+        step = plan[NEXT]
+    nbytes = 0
+    code = DONE
+    while nbytes < _MOST_NBYTES:
+        kind = plan[step]
+        if kind == COPY:
+            copy(place(plan, plan[step + 1]), place(plan, plan[step + 2]), plan[step + 3])
+            nbytes += plan[step + 3]
+            step += 4
+        elif kind == REDUCE:
+            reduce(plan, step)
+            nbytes += plan[step + 1] * plan[ITEMSIZE]
+            step += 4 + plan[step + 2]
+        elif kind == ENTER:
+            if phase != LATE_ENTRY:
+                publish(plan, counters)
+            line = (counters[CALLS] & 1) * LINE_NBYTES
+            if not all_there(plan, line, counters[CALLS], patient):
+                code = LATE_ENTRY
+                break
+            if not alike(plan, line):
+                return MISMATCH
+            step += 1
+        elif kind == EXPECT:
+            if not is_expected(plan, step):
+                code = plan[step + 1]
+                step += 4 + plan[step + 3]
+                break
+            step += 4 + plan[step + 3]
+        elif kind == ARRIVE:
+            counters[BARRIERS] += 1
+            store_release(plan[MINE] + BARRIER_LINE * LINE_NBYTES, counters[BARRIERS])
+            step += 1
+        elif kind == AWAIT:
+            if not all_there(plan, BARRIER_LINE * LINE_NBYTES, counters[BARRIERS], patient):
+                code = LATE_BARRIER
+                break
+            step += 1
+        else:
+            return DONE
+        phase = DONE
+    else:
+        code = UNFINISHED
+    plan[NEXT] = step
+    return code

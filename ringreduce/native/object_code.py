@@ -1,6 +1,6 @@
-"""Compiles the loops and kernels with Numba into one object file, with functions that Python calls at little cost.
+"""Compiles loops and kernels with Numba into one object file, with a function that Python calls at little cost.
 
-Such a function is one of CPython's own kind (``METH_FASTCALL``): it takes whole numbers and returns one. A call takes
+That is one of CPython's own kind (``METH_FASTCALL``): it takes whole numbers and returns one. A call takes
 some 35 ns, where one through ctypes takes 250 and one of Numba's 160. It polls for some time with the interpreter's
 lock: to give that back takes another 30 ns and, where other threads compute in Python, milliseconds.
 """
@@ -15,7 +15,7 @@ import llvmlite.binding as llvm
 
 from ringreduce.common.files import replace_file
 from ringreduce.native import loops
-from ringreduce.native.catalog import CALLS, FUNCTIONS
+from ringreduce.native.catalog import FUNCTIONS
 from ringreduce.native.elementwise import compiled
 from ringreduce.native.layout import LATE_BARRIER, LATE_ENTRY, RELEASES
 from ringreduce.native.library import processor
@@ -27,32 +27,31 @@ declare ptr @PyEval_SaveThread()
 declare void @PyEval_RestoreThread(ptr)
 """
 
-#: The last argument of a call is where it goes on, and the first one the address of its plan. The loop gets one more:
-#: whether it is patient.
+#: What Python calls. The loop gets one argument more: whether it is patient.
 _FUNCTION = """
-declare i32 @"loop {name}"(ptr, ptr, {kinds}, i64)
+declare i32 @loop(ptr, ptr, i64, i64, i64, i64, i64)
 
-define ptr @"{name}"(ptr %self, ptr %given, i64 %count) {{
+define ptr @run(ptr %self, ptr %given, i64 %count) {{
 begin:
   %result = alloca i64
   %error = alloca ptr
 {arguments}
   %plan = inttoptr i64 %a0 to ptr
-  %where = getelementptr i64, ptr %plan, i64 {releases}
+  %where = getelementptr i64, ptr %plan, i64 {RELEASES}
   %releases = load i64, ptr %where
   %at_once = icmp ne i64 %releases, 0
   br i1 %at_once, label %patient, label %held
 held:
-  call i32 @"loop {name}"(ptr %result, ptr %error, {values}, i64 %a{last}, i64 0)
+  call i32 @loop(ptr %result, ptr %error, i64 %a0, i64 %a1, i64 %a2, i64 %a3, i64 0)
   %first = load i64, ptr %result
-  %entry = icmp eq i64 %first, {late_entry}
-  %barrier = icmp eq i64 %first, {late_barrier}
+  %entry = icmp eq i64 %first, {LATE_ENTRY}
+  %barrier = icmp eq i64 %first, {LATE_BARRIER}
   %is_late = or i1 %entry, %barrier
   br i1 %is_late, label %patient, label %end
 patient:
-  %phase = phi i64 [ %a{last}, %begin ], [ %first, %held ]
+  %phase = phi i64 [ %a3, %begin ], [ %first, %held ]
   %thread = call ptr @PyEval_SaveThread()
-  call i32 @"loop {name}"(ptr %result, ptr %error, {values}, i64 %phase, i64 1)
+  call i32 @loop(ptr %result, ptr %error, i64 %a0, i64 %a1, i64 %a2, i64 %phase, i64 1)
   call void @PyEval_RestoreThread(ptr %thread)
   br label %end
 end:
@@ -63,24 +62,15 @@ end:
 """
 
 
-def _wrapper(name: str, count: int) -> str:
+def _function() -> str:
     """Return the LLVM of the function that Python calls."""
     arguments = "\n".join(
         f"  %p{i} = getelementptr ptr, ptr %given, i64 {i}\n"
         f"  %o{i} = load ptr, ptr %p{i}\n"
         f"  %a{i} = call i64 @PyLong_AsLongLong(ptr %o{i})"
-        for i in range(count)
+        for i in range(4)
     )
-    return _FUNCTION.format(
-        name=name,
-        kinds=", ".join(["i64"] * count),
-        values=", ".join(f"i64 %a{i}" for i in range(count - 1)),
-        arguments=arguments,
-        last=count - 1,
-        releases=RELEASES,
-        late_entry=LATE_ENTRY,
-        late_barrier=LATE_BARRIER,
-    )
+    return _FUNCTION.format(arguments=arguments, RELEASES=RELEASES, LATE_ENTRY=LATE_ENTRY, LATE_BARRIER=LATE_BARRIER)
 
 
 def _module(function: Any, name: str) -> llvm.ModuleRef:
@@ -104,10 +94,9 @@ def _machine() -> llvm.TargetMachine:
 def compile_all() -> bytes:
     """Return the object file; takes some seconds."""
     target = _machine()
-    whole = llvm.parse_assembly(_DECLARATIONS + "".join(_wrapper(name, count) for name, count in CALLS.items()))
+    whole = llvm.parse_assembly(_DECLARATIONS + _function())
     whole.triple = target.triple
-    for name in CALLS:
-        whole.link_in(_module(getattr(loops, name), f"loop {name}"))
+    whole.link_in(_module(loops.run, "loop"))
     for name in FUNCTIONS:
         whole.link_in(_module(compiled(name), name))
     options = llvm.create_pipeline_tuning_options(speed_level=3)

@@ -204,7 +204,7 @@ class _Watch(Instrument):
             return
         first: dict[object, set[str]] = {
             Path.ALONE: set(),
-            Path.ONE_SHOT: {"copy in, rendezvous"},
+            Path.ONE_SHOT: {"rendezvous"},
             Path.SHARED: {"rendezvous"},
             Path.LIBRARY: {"the library's own allreduce"},
         }

@@ -1,11 +1,11 @@
 """Allreduces on one node: by mailboxes, by loads and stores in the memory of all ranks, or through staging areas.
 
-`OneShot` is for small arrays: they lie in mailboxes beside the flags of one barrier, and every rank reduces all.
+`Mailed` is for small arrays: they lie in mailboxes beside the flags of one barrier, and every rank reduces all.
 `TwoShot` works in the arrays of all ranks: those in the arena are touched directly, those in private memory are copied
 by the system. `StagedTwoShot` is for small private arrays, and for all where the system forbids such copies: pieces
 pass through areas of the board, copied in, reduced and copied out while they are in the cache, a barrier for each.
-`MailedPair` takes its place on a node of two ranks, up to the size of a mailbox: to read the other's whole array takes
-as many bytes between the cores as to read half of it and half of the result, and no barrier.
+On a node of two ranks `Mailed` takes its place, up to the size of a mailbox: to read the other's whole array takes as
+many bytes between the cores as to read half of it and half of the result, and no barrier.
 
 `verify` proves the schedules of `one_shot` and `two_shot`, which say who reads what.
 """
@@ -14,22 +14,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringreduce.buffers import Array, Call, Operand, copying, unowned
-from ringreduce.buffers.kernels import Kernels
 from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.plans.bound import BlockMemory
-from ringreduce.collectives.plans.compiled_mailed import CompiledMailed
 from ringreduce.collectives.plans.through_board import OnArrays, Staged
 from ringreduce.common.partition import Partition
+from ringreduce.native.layout import FROM_SOURCE, FROM_TARGET, TURNS
 from ringreduce.transport.shared.arena import NOWHERE
 from ringreduce.transport.shared.board import Signature
-from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES, STAGE_NBYTES, TURNS
-from ringreduce.transport.shared.compiled import TwoShotCall
+from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES, STAGE_NBYTES
+from ringreduce.transport.shared.compiled import ENTER, CompiledCall, Step, expect
 
 #: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
 _STAGED_NBYTES = 256 << 10
@@ -47,32 +49,15 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
     code = task.signature.code
     count = source.view.size
     nbytes = target.nbytes
+    is_pair = len(context.board.members) == 2
+    is_mailed = task.choice.path is Path.ONE_SHOT or (is_pair and nbytes <= MAILBOX_NBYTES)
 
-    def compiled(plan: BoundCall) -> BoundCall:
-        calls = context.compiled(task)
-        if calls is None:
-            return plan
-        return CompiledMailed(context.instruments, plan, calls.mailed(context.board, task.signature, nbytes))
+    def through_board() -> _ThroughBoard:  # It is kept, so it refers to no operand.
+        kind = Mailed if is_mailed else StagedTwoShot
+        return plans.get(("board", code), lambda: kind(context, task, count))
 
     if task.choice.path is Path.ONE_SHOT:
-
-        def one_shot() -> BoundCall:
-            plan = OneShot(context, task, count)
-            return plan if context.node.library is None else compiled(plan)
-
-        return plans.get(("one_shot", code), one_shot)
-
-    is_pair = len(context.board.members) == 2
-
-    def staged() -> _ThroughBoard:  # It is kept, so it refers to no operand.
-        kind = MailedPair if is_pair and nbytes <= MAILBOX_NBYTES else StagedTwoShot
-        return plans.get(("staged", code), lambda: kind(context, task, count))
-
-    def staged_or_compiled() -> BoundCall:
-        plan = staged()
-        return plans.get(("mailed", code), lambda: compiled(plan)) if isinstance(plan, MailedPair) else plan
-
-    through_board = staged if context.node.library is None else staged_or_compiled
+        return through_board()
     in_place = source.address == target.address
     if nbytes <= _STAGED_NBYTES:
         reads_private = arena.locate(source.address, nbytes) == NOWHERE
@@ -87,54 +72,142 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
         source_place = taken if in_place else arena.place(source.address, nbytes)
         if NOWHERE in (source_place, taken):
             return through_board()
-        return TwoShot(context, task, source, target=target, places=(source_place, taken), staged=staged)
+        places = source_place, taken
+        return TwoShot(context, task, source, target=target, places=places, through_board=through_board)
 
     return plans.get(("two_shot", code, source.address, target.address), make)
 
 
-class OneShot(BoundCall):
-    """The allreduce of so many elements, in memory of any kind: every rank reduces all mailboxes, in rank order."""
+class _ThroughBoard(BoundCall):
+    """The allreduce of so many elements, in memory of any kind, through memory of the board."""
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         self._board = context.board
+        self._context = context
         self._instruments = context.instruments
-        self._entry = task.signature
+        self._signature = task.signature
         self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
-        self._dtype = task.dtype.storage
         self._count = count
-        self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * TURNS
+        self._dtype = task.dtype.storage
 
     def run(self, source: Operand, place: Place) -> None:
-        self.into_any(source)(place(()).view)
+        compiled = self._compiled
+        target = place(())
+        if compiled is None or self._instruments.observers:
+            self._run(source, target)
+        else:
+            compiled.bound(source.address, target.address)()
 
-    def into_any(self, source: Operand) -> Callable[[Array], object]:
+    def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
+        compiled = self._compiled
+        return super().repeated(source, target) if compiled is None else compiled.bound(source.address, target.address)
+
+    def into_any(self, source: Operand) -> Callable[[Array], object] | None:
+        compiled = self._compiled
+        return self._into_any(source.view) if compiled is None else compiled.into_any(source.address)
+
+    @cached_property
+    def _compiled(self) -> CompiledCall | None:
+        """The same, compiled; None: NumPy's path is to be used."""
+        nbytes = self._count * self._dtype.itemsize
+        source, target = (unowned(np.empty(self._count, self._dtype), base) for base in (FROM_SOURCE, FROM_TARGET))
+        return self._context.compiled(self._signature, nbytes, lambda: self._programs(source, target))
+
+    @abstractmethod
+    def _run(self, source: Operand, target: Operand) -> None:
+        """Carry the call out by NumPy."""
+
+    def _into_any(self, source: Array) -> Callable[[Array], object] | None:
+        """Return what carries the call out by NumPy into any array; None: it has to know which one."""
+        return None
+
+    @abstractmethod
+    def _programs(self, source: Array, target: Array) -> list[list[Step]]:
+        """Return the steps of each turn, or of all."""
+
+    @abstractmethod
+    def bind(self, source: Array, target: Array) -> OnArrays:
+        """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
+
+    def _expected(self, turn: int) -> list[int]:
+        """Return the step that finds out whether a rank copies its input only after the rendezvous."""
+        return expect(self._board, turn, [NOWHERE] * (2 * len(self._board.peers)))
+
+    def _meet(self) -> None:
+        """Enter the call, once the own array is copied in; return when all ranks have copied theirs."""
         board = self._board
-        entry = self._entry
-        instruments = self._instruments
+        for other in board.enter(self._signature):
+            if other != NOWHERE:  # That rank copies its input only after the rendezvous.
+                board.barrier(self._signature.text)
+                break
+        if self._instruments.observers:
+            self._instruments.step("rendezvous")
+
+
+class Mailed(_ThroughBoard):
+    """By mailboxes: each rank copies its array into its own, and reduces all, in rank order.
+
+    There is no barrier: the mailboxes of a call are read until all ranks have entered the next one.
+    """
+
+    def __init__(self, context: Context, task: Task, count: int) -> None:
+        super().__init__(context, task, count)
+        self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * TURNS
+
+    def _run(self, source: Operand, target: Operand) -> None:
+        self._into_any(source.view)(target.view)
+
+    def _into_any(self, source: Array) -> Callable[[Array], object]:
+        board = self._board
         turns = self._turns
-        bind = self._bind
-        view = source.view
+        turn = self.turn
+        meet = self._meet
+        instruments = self._instruments
 
         def run(target: Array) -> None:
             number = board.counters[0] + 1  # A property would be a call.
-            mine, reduce = turns[number % TURNS] or bind(number)
-            mine[...] = view
-            board.enter(entry)
-            observed = instruments.observers
-            if observed:
-                instruments.step("copy in, rendezvous")
+            box, reduce = turns[number % TURNS] or turn(number)
+            box[...] = source
+            meet()
             reduce(target)
-            if observed:
+            if instruments.observers:
                 instruments.step("reduce")
 
         return run
 
-    def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
-        """Return this rank's mailbox in the call of this number, and what reduces all."""
-        boxes = self._board.memory.mailboxes(number, self._dtype, (self._count,))
-        turn = boxes[self._board.index], self._kernels.combine(boxes)
-        self._turns[number % TURNS] = turn
+    def turn(self, number: int) -> tuple[Array, Callable[[Array], object]]:
+        """Return this rank's mailbox in the call of a number, and what reduces all."""
+        turn = self._turns[number % TURNS]
+        if turn is None:
+            boxes = self._board.memory.mailboxes(number, self._dtype, (self._count,))
+            turn = self._turns[number % TURNS] = boxes[self._board.index], self._kernels.combine(boxes)
         return turn
+
+    def _programs(self, source: Array, target: Array) -> list[list[Step]]:
+        programs: list[list[Step]] = []
+        for number in range(TURNS):
+            box, reduce = self.turn(number)
+            programs.append([copying(box, source), ENTER, self._expected(number), partial(reduce, target)])
+        return programs
+
+    def bind(self, source: Array, target: Array) -> OnArrays:
+        return _MailedArrays(self, source, target)
+
+
+class _MailedArrays:
+    """A `Mailed` that is bound to arrays."""
+
+    def __init__(self, mailed: Mailed, source: Array, target: Array) -> None:
+        self._mailed = mailed
+        self._source = source
+        self._target = target
+
+    def copy_in(self, number: int) -> None:
+        box, self._reduce = self._mailed.turn(number)
+        box[...] = self._source
+
+    def run(self) -> None:
+        self._reduce(self._target)
 
 
 class _Piece(NamedTuple):
@@ -155,108 +228,13 @@ class _Piece(NamedTuple):
     taken: list[tuple[slice, Array]]
 
 
-class _ThroughBoard(BoundCall):
-    """The allreduce of so many elements in any private memory, through memory of the board."""
-
-    def __init__(self, context: Context, task: Task) -> None:
-        self._board = context.board
-        self._context = context
-        self._instruments = context.instruments
-        self._signature = task.signature
-        self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
-
-    @abstractmethod
-    def bind(self, source: Array, target: Array) -> OnArrays:
-        """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
-
-    def _meet(self) -> None:
-        """Enter the call, once the own array is copied in; return when all ranks have copied theirs."""
-        board = self._board
-        for other in board.enter(self._signature):
-            if other != NOWHERE:  # That rank copies its input only after the rendezvous.
-                board.barrier(self._signature.text)
-                break
-        if self._instruments.observers:
-            self._instruments.step("rendezvous")
-
-
-class MailedPair(_ThroughBoard):
-    """On a node of two ranks: each copies its array into a mailbox, and reduces both arrays."""
-
-    def __init__(self, context: Context, task: Task, count: int) -> None:
-        super().__init__(context, task)
-        self._address = -1
-        self._last: Callable[[Array], object] | None = None  # The copy from the last array, if it was at this address.
-
-    def run(self, source: Operand, place: Place) -> None:
-        self.into_any(source)(place(()).view)
-
-    def into_any(self, source: Operand) -> Callable[[Array], object]:
-        if self._last is not None and self._address == source.address:
-            return self._last
-        board = self._board
-        given = unowned(source.view, source.address)
-        mailed = _Mailed(self._context, self._kernels, given, target=given)
-        meet = self._meet
-
-        def run(target: Array) -> None:
-            mailed.copy_in(board.counters[0] + 1)
-            meet()
-            mailed.reduce(target)
-
-        self._last = run
-        self._address = source.address
-        return run
-
-    def bind(self, source: Array, target: Array) -> OnArrays:
-        return _Mailed(self._context, self._kernels, source, target=target)
-
-    def close(self) -> None:
-        self._last = None
-
-
-class _Mailed:
-    """A `MailedPair` that is bound; the mailboxes of a call are read until both ranks have entered the next one."""
-
-    def __init__(self, context: Context, kernels: Kernels, source: Array, target: Array) -> None:
-        self._board = context.board
-        self._instruments = context.instruments
-        self._kernels = kernels
-        self._source = source
-        self._target = target
-        self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * TURNS
-
-    def copy_in(self, number: int) -> None:
-        box, self._reduce = self._turns[number % TURNS] or self._bind(number)
-        box[...] = self._source
-
-    def run(self) -> None:
-        self.reduce(self._target)
-
-    def reduce(self, target: Array) -> None:
-        """Reduce into a flat array, once both ranks have called `copy_in`."""
-        self._reduce(target)
-        if self._instruments.observers:
-            self._instruments.step("reduce")
-
-    def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
-        """Return this rank's mailbox in the call of this number, and what reduces its array and the other's mailbox."""
-        terms = self._board.memory.mailboxes(number, self._source.dtype, self._source.shape)
-        index = self._board.index
-        box = terms[index]
-        terms[index] = self._source
-        turn = box, self._kernels.combine(terms)
-        self._turns[number % TURNS] = turn
-        return turn
-
-
 class StagedTwoShot(_ThroughBoard):
     """By the staging areas: each rank reduces a slice of each piece, and fetches the results of the others."""
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
-        super().__init__(context, task)
+        super().__init__(context, task, count)
         self._where = -1, -1
-        self._last: OnArrays | None = None  # Bound to the arrays at the last addresses.
+        self._last: Staged | None = None  # Bound to the arrays at the last addresses.
         board = context.board
         self._pieces = []
         dtype = task.dtype.storage
@@ -279,8 +257,7 @@ class StagedTwoShot(_ThroughBoard):
                     piece.taken.append((part, results[rank][place]))
             self._pieces.append(piece)
 
-    def run(self, source: Operand, place: Place) -> None:
-        target = place(())
+    def _run(self, source: Operand, target: Operand) -> None:
         last = self._last
         where = source.address, target.address
         if last is None or where != self._where:
@@ -292,7 +269,11 @@ class StagedTwoShot(_ThroughBoard):
         self._meet()
         last.run()
 
-    def bind(self, source: Array, target: Array) -> OnArrays:
+    def _programs(self, source: Array, target: Array) -> list[list[Step]]:
+        first, *others = self.bind(source, target).steps()
+        return [[*first, ENTER, self._expected(turn), *chain.from_iterable(others)] for turn in (0, 1)]
+
+    def bind(self, source: Array, target: Array) -> Staged:
         me = self._board.index
         stages: list[list[Call]] = []
         rounds: list[tuple[list[Call], list[Call]]] = []
@@ -325,81 +306,52 @@ class TwoShot(NodePlan):
         source: Operand,
         target: Operand,
         places: tuple[int, int],
-        staged: Callable[[], _ThroughBoard],
+        through_board: Callable[[], _ThroughBoard],
     ) -> None:
-        super().__init__(context, task, source)
-        self._find_staged = staged
-        self._target = self._source if target.address == source.address else unowned(target.view, target.address)
         given, taken = places
-        self._entry = Signature(self._text, task.signature.code, source=given, target=taken)
-        self._compiled: TwoShotCall | None = None  # Bound for the others' places in the last call.
-        self._others: list[int] = []  # Places of the others in the last call.
-        self._last: list[Call] | OnArrays = []  # The steps that are bound to these.
+        super().__init__(
+            context, task, source, Signature(task.signature.text, task.signature.code, source=given, target=taken)
+        )
+        self._find_through_board = through_board
+        self._target = self._source if target.address == source.address else unowned(target.view, target.address)
 
     def run(self, source: Operand, place: Place) -> None:
-        board = self._board
-        observed = self._instruments.observers
-        if self._compiled is None or observed:
-            others = board.enter(self._entry)
-        elif self._compiled.run():
+        others = self._enter()
+        if others is None:
             return
-        else:
-            others = board.others()
-        if others != self._others:
-            self._last = self._bind((*others,))
-            self._others = others
-            self._compiled = None if self._context.node.library is None else self._compile(others)
-        if observed:
+        if self._instruments.observers:
             self._instruments.step("rendezvous")
-        if not isinstance(self._last, list):
-            self._last.copy_in(board.number)
-            board.barrier(self._text)
-            self._last.run()
+        bound = self._bind((*others,))
+        if isinstance(bound, list):
+            self._carry_out(others, bound)
             return
-        for call in self._last:
-            call()
-        if observed:
-            self._instruments.step("load and store")
-        board.barrier(self._text)
-        if observed:
-            self._instruments.step("barrier")
+        self._compiled = None
+        bound.copy_in(self._board.number)
+        self._board.barrier(self._text)
+        bound.run()
 
     def _bind(self, others: tuple[int, ...]) -> list[Call] | OnArrays:
         """Return what to do for arrays of the other ranks at these places."""
         steps: list[Call] | OnArrays | None = self._bound.get(others)
         if steps is None:
-            staged = NOWHERE in others
-            steps = self._find_staged().bind(self._source, self._target) if staged else self._bind_memory(others)
+            if NOWHERE in others:
+                steps = self._find_through_board().bind(self._source, self._target)
+            else:
+                steps = self._bind_memory(others)
             self._keep(others, steps)
         return steps
-
-    def _compile(self, others: list[int]) -> TwoShotCall | None:
-        """Return a compiled call; None: there is none, or an array is in memory that not all ranks can touch."""
-        calls = self._context.compiled(self._task)
-        if calls is None or min(self._entry.source, self._entry.target, *others) < 0:
-            return None
-        sources, targets = self._arrays((*others,))
-        return calls.two_shot(self._board, self._entry, sources, targets, others)
-
-    def _arrays(self, others: tuple[int, ...]) -> list[dict[int, Any]]:
-        """Return the inputs, and the results, of all ranks of the node."""
-        target = self._target
-        board = self._board
-        arrays: list[dict[int, Any]] = [{self._context.rank: self._source}, {self._context.rank: target}]
-        for number, peer in enumerate(board.peers):
-            present = partial(board.require_present, number, self._text)
-            for index, each in enumerate(arrays):
-                place = others[2 * number + index]
-                each[peer] = self._context.arena.at(peer, place, target.dtype, count=target.size, present=present)
-        return arrays
 
     def _bind_memory(self, others: tuple[int, ...]) -> list[Call]:
         context = self._context
         source = self._source
         target = self._target
-        sources, targets = self._arrays(others)
-        for each in (sources, targets):
-            del each[context.rank]
+        sources: dict[int, Any] = {}
+        targets: dict[int, Any] = {}
+        for number, peer in enumerate(self._board.peers):
+            present = partial(self._board.require_present, number, self._text)
+            for index, arrays in enumerate((sources, targets)):
+                place = others[2 * number + index]
+                arrays[peer] = context.arena.at(peer, place, target.dtype, count=target.size, present=present)
         in_place = self._entry.source == self._entry.target and others[::2] == others[1::2]
         memory = BlockMemory(
             source,
@@ -411,8 +363,3 @@ class TwoShot(NodePlan):
         segment = Partition.even(target.size, context.topology.size, LINE_NBYTES // target.itemsize).segment
         # On one node the hierarchical algorithms are the two-shot, too.
         return context.bind_on_node(self._task, "two_shot", segment, memory=memory)
-
-    def close(self) -> None:
-        super().close()
-        self._others = []
-        self._compiled = None

@@ -16,13 +16,15 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array, Call, Operand, address_of, copying, unowned
 from ringreduce.collectives.call import Task
 from ringreduce.collectives.context import BINDINGS, LINE_NBYTES, Context, NodePlan
-from ringreduce.collectives.plan import BoundCall, Place
+from ringreduce.collectives.plan import BoundCall, Place, constant
 from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
 from ringreduce.common.partition import Partition, Segment
+from ringreduce.native.layout import FROM_TARGET, TURNS
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
 from ringreduce.transport.shared.board import Signature
-from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES, TURNS
+from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES
+from ringreduce.transport.shared.compiled import ARRIVE, BARRIER, ENTER, CompiledCall, Step, expect
 from ringreduce.transport.shared.private import PrivateMemory
 
 #: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
@@ -50,14 +52,12 @@ class _ToRoot(NodePlan):
     """
 
     def __init__(self, context: Context, task: Task, source: Operand, target: Operand | None) -> None:
-        super().__init__(context, task, source)
         arena = context.arena
         signature = task.signature
-        self._target = None if target is None else unowned(target.view, target.address)
         where = NOWHERE if target is None else arena.place(target.address, target.nbytes)
-        self._entry = Signature(
-            signature.text, signature.code, source=arena.place(source.address, source.nbytes), target=where
-        )
+        given = arena.place(source.address, source.nbytes)
+        super().__init__(context, task, source, Signature(signature.text, signature.code, source=given, target=where))
+        self._target = None if target is None else unowned(target.view, target.address)
 
     def run(self, source: Operand, place: Place) -> None:
         mine = self._entry
@@ -72,29 +72,20 @@ class _ToRoot(NodePlan):
             block, room = self._block()
             blocks = [*blocks, block]
             mine = mine._replace(target=block.place)
-        self._carry_out(mine, room)
-        if self._target is not None and room is not None and room is not self._target:
-            np.copyto(self._target, room)
-        for block in blocks:  # After a failure they stay: a rank that is late may still store there.
-            self._context.arena.release(block)
-
-    def _carry_out(self, mine: Signature, result: Array | None) -> None:
-        board = self._board
-        observed = self._instruments.observers
-        others = board.enter(mine)
-        if observed:
+        others = self._board.enter(mine) if blocks else self._enter()
+        if others is None:
+            return
+        if self._instruments.observers:
             self._instruments.step("rendezvous")
         key = (mine.source, mine.target, *others)
         calls = self._bound.get(key)
         if calls is None:
-            calls = self._keep(key, self._bind(others, result))
-        for call in calls:
-            call()
-        if observed:
-            self._instruments.step("load and store")
-        board.barrier(self._text)
-        if observed:
-            self._instruments.step("barrier")
+            calls = self._keep(key, self._bind(others, room))
+        self._carry_out(others, calls, stays=not blocks)
+        if self._target is not None and room is not None and room is not self._target:
+            np.copyto(self._target, room)
+        for block in blocks:  # After a failure they stay: a rank that is late may still store there.
+            self._context.arena.release(block)
 
     def _bind(self, others: list[int], result: Array | None) -> list[Call]:
         context = self._context
@@ -168,6 +159,20 @@ class _LastLoads(NamedTuple):
     bound: _BoundLoads
 
 
+class _CompiledLoads(NamedTuple):
+    """A compiled call, bound to what the others have published.
+
+    Attributes:
+        call: carries it out.
+        layout: where blocks are.
+        address: of the result; -1: of any that does not share memory with the input.
+    """
+
+    call: CompiledCall
+    layout: _Layout
+    address: int
+
+
 class _Loads(NodePlan):
     """A collective for one array of this rank, and any result.
 
@@ -181,50 +186,64 @@ class _Loads(NodePlan):
     """
 
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
-        super().__init__(context, task, source)
         self._stride = 2 + len(numbers)  # How many numbers each of the others publishes.
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # Layouts by the numbers of the others.
         self._last: list[_LastLoads | None] = [None] * TURNS
-        self._copies: list[list[Call] | None] = []  # By turn, the copy to the mailbox.
         self._mailed: list[slice] = []
+        self._ready: _CompiledLoads | None = None
         place = MAILED
         if _is_read(task, context.rank):
             place = context.arena.place(source.address, source.nbytes)
             if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILBOX_NBYTES):
                 place = MAILED
-                self._copies = [None] * TURNS
                 self._mailed = _parts_for_others(task, context, source.view.size, numbers=numbers)
-        self._entry = Signature(self._text, task.signature.code, place, numbers=numbers)
+        self._copies: list[list[Call] | None] = [None] * TURNS if self._mailed else []  # By turn, to the mailbox.
+        entry = Signature(task.signature.text, task.signature.code, place, numbers=numbers)
+        super().__init__(context, task, source, entry)
 
     def run(self, source: Operand, place: Place) -> None:
+        ready = self._ready
+        if ready is None or self._instruments.observers:
+            self._run(place)
+            return
+        target = place(ready.layout.received)
+        if ready.address != target.address and (ready.address >= 0 or self._overlaps(target.view)):
+            self._ready = None
+            self._tried = False
+            self._run(partial(constant, target))
+        elif not ready.call.run(target=target.address):
+            self._ready = None
+            self._load(self._board.memory.published(self._board.number & 1, self._stride - 2), place, self._entry)
+
+    def _run(self, place: Place) -> None:
         mine = self._entry
         block = None
         if self._copies:
-            self._mail(self._board.number + 1)
+            for copy in self._mail(self._board.number + 1):
+                copy()
         elif mine.source == NOWHERE:
-            block, copy = self._block()
-            np.copyto(copy, self._source)
+            block, copied = self._block()
+            np.copyto(copied, self._source)
             mine = mine._replace(source=block.place)
         try:
-            self._carry_out(place, mine)
+            self._load(self._board.enter(mine), place, mine)
         finally:
             if block is not None:
                 self._context.arena.release(block)
 
-    def _mail(self, number: int) -> None:
-        """Copy what others load from the input to this rank's mailbox in the call of this number."""
+    def _mail(self, number: int) -> list[Call]:
+        """Return what copies what others load from the input to this rank's mailbox in the call of this number."""
         turn = number % TURNS
         copies = self._copies[turn]
         if copies is None:
             box = self._board.memory.mailboxes(number, self._source.dtype, self._source.shape)[self._board.index]
             copies = self._copies[turn] = [copying(box[part], self._source[part]) for part in self._mailed]
-        for copy in copies:
-            copy()
+        return copies
 
-    def _carry_out(self, place: Place, mine: Signature) -> None:
+    def _load(self, others: list[int], place: Place, mine: Signature) -> None:
+        """Do what follows the rendezvous, given what the others have published there."""
         board = self._board
         instruments = self._instruments
-        others = board.enter(mine)
         turn = board.number % TURNS
         last = self._last[turn]
         if last is None or last.others != others:
@@ -235,11 +254,18 @@ class _Loads(NodePlan):
         if instruments.observers:
             instruments.step("rendezvous")
         target = place(layout.received)
+        if others != self._others:
+            self._others = others
+            self._tried = False
+        elif mine is self._entry and not self._tried:  # It may come a third time.
+            self._tried = True
+            self._ready = self._compile(layout, others, target.view)
         if last is None or last.address != target.address:
             key = (target.address, turn, *others)
             bound = self._bound.get(key)
             if bound is None:
-                bound = self._keep(key, self._bind(layout, others, target, published=mine.source))
+                result = unowned(target.view, target.address)
+                bound = self._keep(key, self._bind(layout, others, result, published=mine.source, number=turn))
             last = self._last[turn] = _LastLoads(others, layout, target.address, bound)
         bound = last.bound
         for call in bound.calls:
@@ -253,10 +279,31 @@ class _Loads(NodePlan):
         for call in bound.after:
             call()
 
+    def _compile(self, layout: _Layout, others: list[int], target: Array) -> _CompiledLoads | None:
+        """Return the same, compiled; None: NumPy's path is to be used."""
+        address = address_of(target) if self._overlaps(target) else -1
+        result = unowned(target, FROM_TARGET if address < 0 else address)
+        place = self._entry.source
+
+        def program(turn: int) -> list[Step]:
+            mailed = self._mail(turn) if self._copies else []
+            loads = self._bind(layout, others, result, published=place, number=turn)
+            barrier = [] if not loads.some_wait else [ARRIVE] if place == MAILED else [BARRIER]
+            return [*mailed, ENTER, expect(self._board, turn, others), *loads.calls, *barrier, *loads.after]
+
+        turns = range(TURNS if MAILED in (place, *others[:: self._stride]) else 2)
+        nbytes = max(self._source.nbytes, target.nbytes)
+        call = self._context.compiled(self._entry, nbytes, lambda: [program(turn) for turn in turns])
+        return None if call is None else _CompiledLoads(call, layout, address)
+
+    def _overlaps(self, target: Array) -> bool:
+        return np.may_share_memory(self._source, target)
+
     def close(self) -> None:
         super().close()
         self._layouts.clear()
         self._last = [None] * TURNS
+        self._ready = None
 
     def _lay_out(self, others: list[int]) -> _Layout:
         """Return where blocks are, given what the other ranks have published; remember it."""
@@ -271,16 +318,23 @@ class _Loads(NodePlan):
             layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
         return layout
 
-    def _bind(self, layout: _Layout, others: list[int], target: Operand, published: int) -> _BoundLoads:
-        """Bind what loads into a target."""
+    def _bind(self, layout: _Layout, others: list[int], result: Array, published: int, number: int) -> _BoundLoads:
+        """Bind what loads into a result.
+
+        Args:
+            layout: where blocks are.
+            others: what they have published.
+            result: flat.
+            published: the place of this rank's input.
+            number: of the call, or its turn.
+        """
         context = self._context
         board = self._board
         source = self._source
-        result = unowned(target.view, target.address)
         own = layout.own
         after = list[Call]()
         in_its_place = own is not None and address_of(source[own[0]]) == address_of(result[own[1]])
-        if own is not None and published != MAILED and not in_its_place and np.may_share_memory(source, result):
+        if own is not None and published != MAILED and not in_its_place and self._overlaps(result):
             # The others still read what this rank would overwrite.
             final = result
             result = np.empty_like(result)
@@ -290,17 +344,17 @@ class _Loads(NodePlan):
             calls.append(copying(result[own[1]], source[own[0]]))
         peers: dict[int, Any] = {}
         present: list[Call] = []
-        for number, peer in enumerate(board.peers):
+        for position, peer in enumerate(board.peers):
             if peer in layout.peers:
                 size = layout.peers[peer][0]
-                place = others[self._stride * number]
+                place = others[self._stride * position]
                 if place == MAILED:
-                    boxes = board.memory.mailboxes(board.number, source.dtype, (size,))
+                    boxes = board.memory.mailboxes(number, source.dtype, (size,))
                     peers[peer] = boxes[board.members.index(peer)]
                 else:
                     peers[peer] = context.arena.at(peer, place, source.dtype, count=size)
                     if published == MAILED:  # No barrier shows that a peer has given up meanwhile.
-                        present.append(partial(board.require_present, number, self._text))
+                        present.append(partial(board.require_present, position, self._text))
         memory = BlockMemory(
             source,
             peers,

@@ -7,6 +7,7 @@ from typing import Protocol
 from ringreduce.buffers import Call
 from ringreduce.common.instruments import Instruments
 from ringreduce.transport.shared.board import Board
+from ringreduce.transport.shared.compiled import BARRIER, Step
 
 
 class OnArrays(Protocol):
@@ -53,6 +54,14 @@ class Staged:
     def copy_in(self, number: int) -> None:
         for call in self._first:
             call()
+
+    def steps(self) -> list[list[Step]]:
+        """Return the steps before the rendezvous, and then of each round."""
+        rounds: list[list[Step]] = [
+            [*reduces, *self._later[number], BARRIER, *fetches]
+            for number, (reduces, fetches) in enumerate(self._rounds)
+        ]
+        return [[*self._first], *rounds]
 
     def run(self) -> None:
         observed = self._instruments.observers

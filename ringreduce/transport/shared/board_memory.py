@@ -30,8 +30,6 @@ from ringreduce.buffers import Array, address_of
 from ringreduce.native.layout import LINE_NBYTES, PLACES
 
 MAILBOX_NBYTES = 256 << 10
-#: The mailboxes of a call depend on its number modulo this.
-TURNS = 8
 STAGE_NBYTES = 1 << 20
 
 COUNTERS_LINE = 3
@@ -40,7 +38,8 @@ STATUS_LINE = 4
 SOURCE = PLACES
 TARGET = SOURCE + 1
 _PUBLISHED = TARGET + 1
-_NPUBLISHED = LINE_NBYTES // 8 - _PUBLISHED
+#: So many numbers are published in the line itself.
+NPUBLISHED = LINE_NBYTES // 8 - _PUBLISHED
 
 _PAGE = 4096
 _CALLED = slice(6 * LINE_NBYTES, _PAGE)
@@ -64,6 +63,7 @@ class BoardMemory:
     Attributes:
         lines: by member, its lines 0 to 4.
         addresses: by member, where its part is.
+        others: where the parts of the other members are.
         called, why: by member, the areas of its texts.
     """
 
@@ -71,6 +71,7 @@ class BoardMemory:
         self._parts = parts
         self._index = index
         self.addresses = [address_of(part) for part in self._parts]
+        self.others = [address for member, address in enumerate(self.addresses) if member != index]
         self.lines = [
             [part[line * LINE_NBYTES :][:LINE_NBYTES].data.cast("q") for line in range(STATUS_LINE + 1)]
             for part in self._parts
@@ -83,14 +84,15 @@ class BoardMemory:
             for parity in (0, 1)
         )
 
-    def mailbox_addresses(self) -> list[int]:
-        """Return where the mailbox of even calls of each member is; that of odd calls follows it."""
-        return [address + _MAILBOXES for address in self.addresses]
+    def entries(self, number: int) -> list[int]:
+        """Return where the other members publish places and numbers in a call."""
+        return [address + (number & 1) * LINE_NBYTES + PLACES * 8 for address in self.others]
 
     def mailboxes(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
         """Return every member's mailbox in a call as an array, in the order of members.
 
-        Calls take parts of a mailbox in turn: a line that another core has just read is written more slowly.
+        Calls take parts of a mailbox in turn: a line that another core has just read is written more slowly. Which part
+        depends on the number modulo `TURNS`.
 
         Args:
             number: of the call.
@@ -110,7 +112,7 @@ class BoardMemory:
 
     def publish(self, parity: int, numbers: tuple[int, ...]) -> None:
         """Let the other members read numbers once this rank has entered the call."""
-        if len(numbers) > _NPUBLISHED:
+        if len(numbers) > NPUBLISHED:
             self._longer[parity][self._index][: len(numbers)] = array("q", numbers)
         else:
             self.lines[self._index][parity][_PUBLISHED : _PUBLISHED + len(numbers)] = array("q", numbers)
@@ -122,7 +124,7 @@ class BoardMemory:
             if number != self._index:
                 line = lines[parity]
                 found += line[SOURCE:_PUBLISHED].tolist()
-                area = line[_PUBLISHED:] if count <= _NPUBLISHED else self._longer[parity][number]
+                area = line[_PUBLISHED:] if count <= NPUBLISHED else self._longer[parity][number]
                 found += area[:count].tolist()
         return found
 

@@ -1,19 +1,23 @@
-"""Compiled calls at a board: their plans in memory, and what Python does where one has waited for long."""
+"""Compiled calls at a board: the steps of a plan as numbers, and what Python does where one has waited for long.
+
+A plan of NumPy's path is a list of calls: copies, and reductions that `CompiledKernels` has bound. `compile_call`
+writes the same list as a program for `ringreduce.native`, with the rendezvous before it and the barrier behind it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import setitem
 from typing import NamedTuple
 
 import numpy as np
 
-from ringreduce.buffers import Array, address_of
-from ringreduce.common.partition import Partition
+from ringreduce.buffers import Array, Call, address_of, unowned
 from ringreduce.native import layout
 from ringreduce.native.library import Library
 from ringreduce.transport.shared.board import Board, Signature
-from ringreduce.transport.shared.board_memory import COUNTERS_LINE, MAILBOX_NBYTES
+from ringreduce.transport.shared.board_memory import COUNTERS_LINE, NPUBLISHED, STATUS_LINE
 
 _HELD_POLLS = 100  # about 3 us
 _POLLS = 5000  # about 100 us
@@ -22,175 +26,271 @@ _YIELDS = 200  # where ranks outnumber cores
 _AGAIN = 20
 #: From so many bytes on, other threads may compute in Python while this one adds.
 _RELEASED_NBYTES = 64 << 10
+#: A copy is cut into steps of so many bytes, so that signals are heard.
+_COPIED_NBYTES = 256 << 10
+
+#: A step of a program: a call of NumPy's path, or its numbers.
+Step = Call | list[int]
+
+#: The rendezvous, and a barrier, to which a rank may come without waiting there.
+ENTER = [layout.ENTER]
+ARRIVE = [layout.ARRIVE]
+BARRIER = [layout.ARRIVE, layout.AWAIT]
 
 
-class CompiledCalls(NamedTuple):
-    """Compiled calls of the ranks of a node, for elements of a dtype and an operation.
+class _Kernel(NamedTuple):
+    """What reduces numbers.
 
     Attributes:
-        library: has them.
-        kernel: what reduces, of `Library.kernels`.
+        library: has it.
+        functions: of `Library.kernels`.
+        divisor: of averages.
     """
 
     library: Library
-    kernel: tuple[int, ...]
+    functions: tuple[int, ...]
+    divisor: int
 
-    def mailed(self, board: Board, entry: Signature, nbytes: int) -> MailedCall:
-        """Return an allreduce of so many bytes by mailboxes."""
-        room = -(-nbytes // layout.LINE_NBYTES) * layout.LINE_NBYTES
-        turns = (
-            4 if 4 * room <= MAILBOX_NBYTES else 2 if 2 * room <= MAILBOX_NBYTES else 1
-        )  # as `BoardMemory.mailboxes`
-        plan = _PlanMemory(
-            board,
-            entry,
-            self.kernel,
-            nbytes,
-            share=nbytes,
-            rest=board.memory.mailbox_addresses(),
-            mailbox=(room, turns, MAILBOX_NBYTES),
-        )
-        return MailedCall(self.library, board, entry.text, plan)
 
-    def two_shot(
-        self,
-        board: Board,
-        entry: Signature,
-        sources: Mapping[int, Array],
-        targets: Mapping[int, Array],
-        others: Sequence[int],
-    ) -> TwoShotCall:
-        """Return an allreduce in memory that all ranks can touch.
+class Reduction:
+    """Reduces terms, flat and contiguous, in their order, into an array, which may be one of them."""
 
-        Args:
-            board: the ranks.
-            entry: what this one publishes.
-            sources, targets: inputs and results, by member.
-            others: the places that the others publish.
-        """
-        target = targets[board.members[0]]
-        block = Partition.even(target.size, len(board.members), layout.LINE_NBYTES // target.itemsize).segment[
-            board.index
-        ]
-        views = [each[member] for each in (sources, targets) for member in board.members]
-        starts = [address_of(view) + block.start * target.itemsize for view in views]
-        share = (block.stop - block.start) * target.itemsize
-        plan = _PlanMemory(board, entry, self.kernel, target.nbytes, share=share, rest=[*starts, *others])
-        return TwoShotCall(self.library, board, entry.text, plan)
+    def __init__(self, kernel: _Kernel, terms: Sequence[Array]) -> None:
+        self.kernel = kernel
+        self.terms = terms
+        self._plan: _PlanMemory | None = None
+
+    def __call__(self, target: Array) -> None:
+        if self._plan is None:
+            result = unowned(target, layout.FROM_TARGET)
+            self._plan = _PlanMemory(self.kernel, [[*_reduction(self, result), layout.END]], len(self.terms))
+        plan = self._plan
+        run = self.kernel.library.run
+        address = address_of(target)
+        code = layout.DONE
+        while code := run(plan.address, 0, address, code):
+            pass
+
+
+class CompiledKernels:
+    """The kernels of one dtype and reduce op; see `ringreduce.buffers.Kernels`.
+
+    Args:
+        library: has them.
+        dtype, op: names.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, library: Library, dtype: str, op: str, size: int) -> None:
+        self._whole = _Kernel(library, library.kernels[dtype, op], size)
+        self._part = _Kernel(library, library.kernels.get((dtype, "sum" if op == "average" else op), ()), size)
+
+    def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
+        return Reduction(self._whole if complete else self._part, sources)
+
+
+def expect(board: Board, number: int, others: Sequence[int]) -> list[int]:
+    """Return the step that compares what the others have published in a call with what a plan is bound to.
+
+    Args:
+        board: the ranks.
+        number: of the call, or its turn.
+        others: as `Board.enter` returns it.
+    """
+    addresses = board.memory.entries(number)
+    each = len(others) // len(addresses)
+    step: list[int] = []
+    for position, address in enumerate(addresses):
+        expected = others[position * each : (position + 1) * each]
+        step += [layout.EXPECT, layout.MOVED, address, each, *expected]
+    return step
+
+
+def compile_call(
+    library: Library,
+    board: Board,
+    entry: Signature,
+    nbytes: int,
+    programs: Sequence[Sequence[Step]],
+) -> CompiledCall | None:
+    """Compile a call; None: it has a step that is not compiled, as it copies memory of other processes, say.
+
+    Args:
+        library: runs it.
+        board: the ranks.
+        entry: what this one publishes.
+        nbytes: of the call.
+        programs: the steps of each turn; fewer programs take turns. What a step does to an array that begins at the
+            address `FROM_SOURCE` or `FROM_TARGET` is done to the source or target of a call.
+    """
+    if len(entry.numbers) > NPUBLISHED:
+        return None
+    kernel = _Kernel(library, (0,) * 5, 0)
+    written: list[list[int]] = []
+    absent: set[int] = set()
+    for steps in programs:
+        program: list[int] = []
+        for step in steps:
+            if isinstance(step, list):
+                program += step
+                continue
+            if not isinstance(step, partial):
+                return None
+            if step.func is setitem:
+                program += _copy(step.args[0], step.args[2])
+            elif isinstance(step.func, Reduction):
+                kernel = step.func.kernel
+                program += _reduction(step.func, step.args[0])
+            elif step.func == board.require_present:
+                (position, _) = step.args
+                absent.add(position)
+                status = board.memory.others[position] + STATUS_LINE * layout.LINE_NBYTES
+                program += [layout.EXPECT, layout.ABSENT, status, 1, 0]
+            else:
+                return None
+        written.append([*program, layout.END])
+    plan = _PlanMemory(kernel, written, len(board.members), nbytes, board, entry)
+    return CompiledCall(library, board, entry.text, (plan, programs), absent=absent)
+
+
+def _copy(target: Array, source: Array) -> list[int]:
+    assert target.nbytes == source.nbytes
+    to = address_of(target)
+    of = address_of(source)
+    steps: list[int] = []
+    for start in range(0, target.nbytes, _COPIED_NBYTES):
+        steps += [layout.COPY, to + start, of + start, min(_COPIED_NBYTES, target.nbytes - start)]
+    return steps
+
+
+def _reduction(reduction: Reduction, target: Array) -> list[int]:
+    terms = reduction.terms
+    if len(terms) == 1:
+        return _copy(target, terms[0])
+    count = target.nbytes // reduction.kernel.functions[0]
+    return [layout.REDUCE, count, len(terms), address_of(target), *map(address_of, terms)]
 
 
 class _PlanMemory:
-    """The plan of a compiled call in memory, and its address; see `ringreduce.native.layout`."""
+    """A plan in memory, and its address; see `ringreduce.native.layout`."""
 
     def __init__(
         self,
-        board: Board,
-        entry: Signature,
-        kernel: tuple[int, ...],
-        nbytes: int,
-        *,
-        share: int,
-        rest: Sequence[int],
-        mailbox: tuple[int, int, int] = (0, 0, 0),
+        kernel: _Kernel,
+        programs: Sequence[list[int]],
+        size: int,
+        nbytes: int = 0,
+        board: Board | None = None,
+        entry: Signature | None = None,
     ) -> None:
-        self._scratch = np.empty(layout.SCRATCH_NBYTES, np.uint8)
-        size = len(board.members)
-        lines = board.memory.addresses.copy()
-        mine = lines.pop(board.index)
-        crowded = board.waiter.crowded
-        fields = {
-            layout.SIZE: size,
-            layout.INDEX: board.index,
-            layout.MINE: mine,
-            layout.COUNTERS: mine + COUNTERS_LINE * layout.LINE_NBYTES,
-            layout.CODE: entry.code,
-            layout.SOURCE: entry.source,
-            layout.TARGET: entry.target,
-            layout.SCRATCH: address_of(self._scratch),
-            layout.COUNT: share // kernel[0],
-            layout.HELD_POLLS: 0 if crowded else _HELD_POLLS,
-            layout.POLLS: 0 if crowded else _POLLS,
-            layout.YIELDS: _YIELDS if crowded else 0,
-            layout.RELEASES: int(nbytes >= _RELEASED_NBYTES),
-        }
-        fields.update(zip((layout.ITEMSIZE, layout.PAIR, layout.FINISH, layout.GROW, layout.END), kernel, strict=True))
-        fields.update(zip((layout.ROOM, layout.TURNS, layout.MAILBOX), mailbox, strict=True))
-        self._memory = np.zeros(layout.FIELDS + 5 * size, np.int64)
-        self._memory[list(fields)] = list(fields.values())
-        rest = [*lines, *rest]
-        self._memory[layout.FIELDS : layout.FIELDS + len(rest)] = rest
+        self._scratch = np.empty(layout.SCRATCH_NBYTES if size > 2 else 0, np.uint8)
+        lines = [] if board is None else board.memory.others
+        starts = layout.FIELDS + len(lines) + np.cumsum([0, *map(len, programs)])
+        self._memory = np.zeros(int(starts[-1]), np.int64)
         self.address = address_of(self._memory)
+        fields = dict(zip(_KERNEL_FIELDS, kernel.functions, strict=True))
+        fields[layout.SCRATCH] = address_of(self._scratch)
+        fields[layout.DIVISOR] = kernel.divisor
+        fields[layout.COUNTERS] = self.address  # There is no board: some number decides the turn.
+        fields[layout.RELEASES] = int(nbytes >= _RELEASED_NBYTES)
+        if board is not None and entry is not None:
+            crowded = board.waiter.crowded
+            mine = board.memory.addresses[board.index]
+            published = entry.code, entry.source, entry.target, *entry.numbers
+            fields |= {
+                layout.SIZE: len(board.members),
+                layout.MINE: mine,
+                layout.COUNTERS: mine + COUNTERS_LINE * layout.LINE_NBYTES,
+                layout.HELD_POLLS: 0 if crowded else _HELD_POLLS,
+                layout.POLLS: 0 if crowded else _POLLS,
+                layout.YIELDS: _YIELDS if crowded else 0,
+                layout.PUBLISHES: len(published),
+            }
+            fields.update(enumerate(published, layout.PUBLISHED))
+        for turn in range(layout.TURNS):
+            fields[layout.PROGRAMS + turn] = int(starts[turn % len(programs)])
+        self._memory[list(fields)] = list(fields.values())
+        numbers = [*lines, *(number for program in programs for number in program)]
+        self._memory[layout.FIELDS :] = numbers
 
 
-class _CompiledCall:
-    def __init__(self, library: Library, board: Board, text: str, plan: _PlanMemory) -> None:
+_KERNEL_FIELDS = layout.ITEMSIZE, layout.PAIR, layout.FINISH, layout.GROW, layout.ROUND
+
+
+class CompiledCall:
+    """A call on one node: its plan, and what goes on with it after a long wait."""
+
+    def __init__(
+        self,
+        library: Library,
+        board: Board,
+        text: str,
+        plan: tuple[_PlanMemory, Sequence[Sequence[Step]]],
+        absent: Iterable[int],
+    ) -> None:
         self._library = library
         self._board = board
         self._text = text
-        self._plan = plan  # its memory lives as long as this
+        self._plan, self._programs = plan  # All memory whose addresses these have lives as long as this.
+        self._absent = sorted(absent)
 
-    def _finish(self, call: Callable[[int], int], code: int) -> int:
-        """Finish a call that is not done, waiting as long as may be; return `DONE` or `MOVED`.
+    def bound(self, source: int, target: int) -> Callable[[], object]:
+        """Return what makes the call from one address to another."""
+        run = self._library.run
+        plan = self._plan.address
+        go_on = self._go_on
 
-        Args:
-            call: calls it again, given where it is to go on.
-            code: what it has returned.
+        def call() -> None:
+            if code := run(plan, source, target, layout.DONE):
+                go_on(code, source, target)
+
+        return call
+
+    def into_any(self, source: int) -> Callable[[Array], object]:
+        """Return what makes the call from an address to any flat array."""
+        run = self._library.run
+        plan = self._plan.address
+        go_on = self._go_on
+
+        def call(result: Array) -> None:
+            target = address_of(result)
+            if code := run(plan, source, target, layout.DONE):
+                go_on(code, source, target)
+
+        return call
+
+    def run(self, source: int = 0, target: int = 0) -> bool:
+        """Make the call; return whether it is done. If not, all have entered, and others' arrays are elsewhere."""
+        code = self._library.run(self._plan.address, source, target, layout.DONE)
+        return not code or not self._finish(code, source, target)
+
+    def _go_on(self, code: int, source: int, target: int) -> None:
+        """Finish a call that is not done. Members whose arrays are elsewhere copy them after the rendezvous."""
+        code = self._finish(code, source, target)
+        if code == layout.MOVED:
+            self._board.barrier(self._text)
+        while code == layout.MOVED:
+            code = self._finish(self._library.run(self._plan.address, source, target, code), source, target)
+
+    def _finish(self, code: int, source: int, target: int) -> int:
+        """Go on with a call, waiting as long as may be, until it is done or `MOVED`; return that.
 
         Raises:
             MismatchError, CollectiveTimeoutError, PeerLostError: see `Board`.
         """
         board = self._board
         tries = 0
-        while code in (layout.LATE_ENTRY, layout.LATE_BARRIER):
-            if tries == _AGAIN or board.waiter.crowded or board.waiter.patient():
-                wait = board.wait_for_entries if code == layout.LATE_ENTRY else board.barrier_again
-                wait(self._text)
-            tries += 1
-            code = call(code)
-        if code == layout.MISMATCH:
-            board.disagree(self._text)
+        while code not in (layout.DONE, layout.MOVED):
+            if code == layout.MISMATCH:
+                board.disagree(self._text)
+            if code == layout.ABSENT:
+                for position in self._absent:
+                    board.require_present(position, self._text)
+            if code in (layout.LATE_ENTRY, layout.LATE_BARRIER):
+                tries += 1
+                if tries > _AGAIN or board.waiter.crowded or board.waiter.patient():
+                    wait = board.wait_for_entries if code == layout.LATE_ENTRY else board.barrier_again
+                    wait(self._text)
+                    tries = 0
+            code = self._library.run(self._plan.address, source, target, code)
         return code
-
-
-class MailedCall(_CompiledCall):
-    """An allreduce of memory of any kind, by mailboxes."""
-
-    def bound(self, source: int, target: int) -> Callable[[], object]:
-        """Return what makes the call from one address to another."""
-        mailed = self._library.mailed
-        plan = self._plan.address
-        go_on = self._go_on
-
-        def run() -> None:
-            if code := mailed(plan, source, target, layout.DONE):
-                go_on(code, source, target)
-
-        return run
-
-    def into_any(self, source: int) -> Callable[[Array], object]:
-        """Return what makes the call from an address to any flat array."""
-        mailed = self._library.mailed
-        plan = self._plan.address
-        go_on = self._go_on
-
-        def run(result: Array) -> None:
-            target = address_of(result)
-            if code := mailed(plan, source, target, layout.DONE):
-                go_on(code, source, target)
-
-        return run
-
-    def _go_on(self, code: int, source: int, target: int) -> None:
-        call = partial(self._library.mailed, self._plan.address, source, target)
-        if self._finish(call, code) == layout.MOVED:
-            self._board.barrier(self._text)
-            call(layout.LATE_BARRIER)
-
-
-class TwoShotCall(_CompiledCall):
-    """An allreduce in memory that all ranks can touch, bound to where their arrays are."""
-
-    def run(self) -> bool:
-        """Make the call; return whether it is done. If not, all have entered, and arrays are in other places."""
-        code = self._library.two_shot(self._plan.address, layout.DONE)
-        return not code or not self._finish(partial(self._library.two_shot, self._plan.address), code)
