@@ -166,7 +166,7 @@ class Context:
         key = dtype.name, op
         kernels = self.scratch.kernels.get(key)
         if kernels is None:
-            library = self.node.library
+            library = self.node.loops.library
             size = self.topology.size
             if library is not None and (dtype.name, op.value) in library.kernels:
                 kernels = CompiledKernels(library, dtype.name, op.value, size)
@@ -179,7 +179,7 @@ class Context:
         self, entry: Signature, nbytes: int, programs: Callable[[], Sequence[Sequence[Step]]]
     ) -> CompiledCall | None:
         """Return a compiled call on this node, see `compile_call`; None: NumPy's path is to be used."""
-        library = self.node.library
+        library = self.node.loops.library
         return None if library is None else compile_call(library, self.board, entry, nbytes, programs())
 
     def link(self, signature: Signature) -> Link:

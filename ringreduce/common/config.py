@@ -110,9 +110,9 @@ class Config:
     results_nbytes: int | None = setting("RINGREDUCE_RESULTS_BYTES", or_zero(parse_nbytes, 0), None,
         "the shared memory that the new arrays of collectives may take together, as `2G`; 0: they are private",
         unset="a quarter of the machine's memory, divided by the ranks of the node")
-    native: bool = setting("RINGREDUCE_NATIVE", switch, False,
-        "1: allreduces between ranks of a node run as machine code, which Numba makes once a machine (`pip install "
-        "numba`): the same bits, in less time. Without it, NumPy adds", may_differ=True)
+    native: bool = setting("RINGREDUCE_NATIVE", switch, True,
+        "0: NumPy copies and adds between ranks of a node, where else machine code does, which Numba makes once a machine",
+        may_differ=True)
     segment_nbytes: int = 256 << 10
     # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
     fusion_nbytes: int = setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20,

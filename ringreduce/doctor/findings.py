@@ -307,6 +307,17 @@ def _node_map(ranks: Sequence[Facts]) -> Finding:
     return Finding("nodes", text if len(counts) == 1 else f"{text} (unequal: some algorithms are left out)")
 
 
+@_each
+def _loops(facts: Facts) -> Finding:
+    topic = "loops"
+    if not facts.loops:
+        return Finding(topic, f"compiled by Numba {_version(facts, 'numba')}")
+    if "RINGREDUCE_NATIVE" in facts.environ:
+        return Finding(topic, f"NumPy's: {facts.loops}")
+    remedy = "Small calls between ranks of a node take twice as long: pip install numba."
+    return Finding(topic, f"NumPy's: {facts.loops}", level="warning", remedy=remedy)
+
+
 def _shared_memory(ranks: Sequence[Facts]) -> Finding | None:
     topic = "shared memory"
     world = ranks[0].world
@@ -456,7 +467,7 @@ _SECTIONS: dict[str, tuple[_Check, ...]] = {
     ),
     "Bindings": tuple(map(_private_parts, PRIVATE)),
     "MPI": (_start, _remarks, _mpi_library, _launcher, _root, _thread_level, _faults),
-    "Machines": (_node_map, _cores, _threads, _shared_memory, _shm),
+    "Machines": (_node_map, _cores, _threads, _shared_memory, _shm, _loops),
     "Settings": (_variables, _timeouts, _tuning),
     "GPU": (_gpus, _cuda_software, _sharing, _cuda_aware),
 }

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.files import lock_file, own_folder, read_file
@@ -24,27 +25,40 @@ _MOST_NBYTES = 16 << 20
 _MAKING_S = 120.0
 
 
+class Loops(NamedTuple):
+    """The compiled functions, or why there are none.
+
+    Attributes:
+        library: the functions; None: there are none, and NumPy does their work.
+        why_not: why.
+        failed: whether something went wrong; else they were not asked for, or are not installed.
+    """
+
+    library: Library | None = None
+    why_not: str = ""
+    failed: bool = False
+
+
 @cache
-def library(folder: str | None) -> Library | None:
-    """Return the compiled functions of this machine, made if need be; None: there is no Numba, or no folder.
+def loops(folder: str | None) -> Loops:
+    """Return the compiled functions of this machine, made if need be.
 
     Args:
         folder: of the user's caches; None: there is none.
     """
-    if folder is None or find_spec("llvmlite") is None:
-        return None
+    if find_spec("llvmlite") is None or find_spec("numba") is None:
+        return Loops(why_not="Numba is not installed")
+    if folder is None:
+        return Loops(why_not="there is no folder for caches: HOME and XDG_CACHE_HOME are not set", failed=True)
     place = Path(folder, "native")
     try:
         own_folder(place)
         path = place / f"{_name()}.o"
         if not path.exists():
-            if find_spec("numba") is None:
-                return None
             _make(path)
-        return load(read_file(path, most_nbytes=_MOST_NBYTES, ours=True))
+        return Loops(load(read_file(path, most_nbytes=_MOST_NBYTES, ours=True)))
     except (OSError, ConfigError, RuntimeError, subprocess.SubprocessError) as error:
-        _log.info("NumPy adds and copies, as the compiled loops cannot be loaded: %s", error)
-        return None
+        return Loops(why_not=f"they cannot be loaded: {error}", failed=True)
 
 
 def _name() -> str:

@@ -17,21 +17,25 @@ class Kernel(NamedTuple):
         pair: reduces two terms.
         finish: divides a sum by the number of terms.
         grow: adds one of three or more terms to a sum of a wider type; else ``pair`` adds all.
-        end: rounds that sum.
+        round: rounds that sum.
     """
 
     itemsize: int
     pair: str
     finish: str = ""
     grow: str = ""
-    end: str = ""
+    round: str = ""
 
 
-def _half(dtype: str, op: str) -> Kernel:
-    return Kernel(2, f"{op} {dtype}", grow=f"grow {dtype}", end=f"round {op} {dtype}")
+#: Integers whose averages are made here. Sums of 64 bits can wrap around.
+AVERAGED_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32))
 
 
-#: By dtype and operation. Others are NumPy's: where bits depend on how that treats NaN, and averages of integers.
+def _wide(dtype: str, op: str, itemsize: int) -> Kernel:
+    return Kernel(itemsize, f"{op} {dtype}", grow=f"grow {dtype}", round=f"round {op} {dtype}")
+
+
+#: By dtype and operation. Others are NumPy's.
 KERNELS = {
     **{(name, "sum"): Kernel(size, f"sum {name}") for name, size in (("float32", 4), ("float64", 8))},
     **{
@@ -45,7 +49,14 @@ KERNELS = {
         for sign in ("", "u")
         for size in (1, 2, 4, 8)
     },
-    **{(name, op): _half(name, op) for name in ("bfloat16", "float16") for op in ("sum", "average")},
+    **{(name, op): _wide(name, op, itemsize=2) for name in ("bfloat16", "float16") for op in ("sum", "average")},
+    **{(name, "average"): _wide(name, "average", int(name.strip("uint")) // 8) for name in AVERAGED_INTEGERS},
+    **{
+        (f"{kind}{8 * size}", op): Kernel(size, f"{op} {kind}{8 * size}")
+        for kind in ("float", "int")
+        for size in (4, 8)
+        for op in ("min", "max")
+    },
 }
 #: All functions that these need.
 FUNCTIONS = tuple(dict.fromkeys(name for kernel in KERNELS.values() for name in kernel[1:] if name))

@@ -1,24 +1,23 @@
 """What is done to the numbers of two terms, or of one: a compiled function for each row of the catalog.
 
 All are called alike: the addresses of the result, of the first and of the second term, how many numbers there are, and
-how many terms in all. The result may lie in one of the terms, and overlaps none of them otherwise. Floats of 16 bits
-are added as floats of 32 bits, and rounded once.
+how many ranks. The result may lie in one of the terms, and overlaps none of them otherwise. Floats of 16 bits are added
+as floats of 32 bits, and rounded once; integers of up to 32 bits are averaged as floats of 64 bits, which are exact.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba import njit, types
 
+from ringreduce.native.catalog import AVERAGED_INTEGERS
 from ringreduce.native.intrinsics import bits_of_float, float_of_bits, float_of_half, half_of_float, pointer_to
 
 _compiled = njit(
     types.int64(*[types.int64] * 5), nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
-_float_at = pointer_to(types.float32)
-_half_at = pointer_to(types.uint16)
 
 
 def _pair(at: Any, operation: Any) -> Any:
@@ -48,6 +47,19 @@ def _sum(a, b, size):
     return a + b
 
 
+@njit
+def _min(a, b, size):
+    return a if a < b or a != a else b  # as NumPy: of a zero and its negative the second, of a number and NaN that
+
+
+@njit
+def _max(a, b, size):
+    return a if a > b or a != a else b
+
+
+_OPERATIONS = {"sum": _sum, "min": _min, "max": _max}
+
+
 def _divide(element: Any) -> Any:
     at = pointer_to(element)
 
@@ -70,13 +82,18 @@ def _divide(element: Any) -> Any:
 @njit
 def _quotient(total, size):
     if size & (size - 1) == 0:
-        return total * (types.float32(1.0) / types.float32(size))
-    return total / types.float32(size)
+        return total * (type(total)(1.0) / type(total)(size))
+    return total / type(total)(size)
 
 
 @njit
 def _as_it_is(total, size):
     return total
+
+
+@njit
+def _float64(number):
+    return types.float64(number)
 
 
 @njit
@@ -94,30 +111,55 @@ def _round_to_bfloat16(number):
     return types.uint16((bits + (types.uint32(0x7FFF) + (upper & types.uint32(1)))) >> types.uint32(16))
 
 
-#: What makes a float of 16 bits one of 32, and what rounds that.
-_CASTS = {"bfloat16": (_widen_bfloat16, _round_to_bfloat16), "float16": (float_of_half, half_of_float)}
+def _toward_zero(element: Any) -> Any:
+    @njit
+    def narrow(number):
+        return element(types.int64(number)) if element is types.uint32 else element(types.int32(number))
+
+    return narrow
+
+
+class _Wide(NamedTuple):
+    """How numbers are summed in a wider type: both types, and what casts to that and back."""
+
+    element: Any
+    wide: Any
+    widen: Any
+    narrow: Any
+
+
+_WIDE = {
+    "bfloat16": _Wide(types.uint16, types.float32, _widen_bfloat16, _round_to_bfloat16),
+    "float16": _Wide(types.uint16, types.float32, float_of_half, half_of_float),
+    **{
+        name: _Wide(getattr(types, name), types.float64, _float64, _toward_zero(getattr(types, name)))
+        for name in AVERAGED_INTEGERS
+    },
+}
 _FINISHES = {"sum": _as_it_is, "average": _quotient}
 
 
-def _half_pair(dtype: str, op: str) -> Any:
-    widen, narrow = _CASTS[dtype]
+def _wide_pair(dtype: str, op: str) -> Any:
+    element, _, widen, narrow = _WIDE[dtype]
     finish = _FINISHES[op]
 
     @njit
     def operation(a, b, size):
         return narrow(finish(widen(a) + widen(b), size))
 
-    return _pair(_half_at, operation)
+    return _pair(pointer_to(element), operation)
 
 
 def _grow(dtype: str) -> Any:
-    widen, _ = _CASTS[dtype]
+    element, wide, widen, _ = _WIDE[dtype]
+    wide_at = pointer_to(wide)
+    at = pointer_to(element)
 
     @_compiled
     def grow(target, first, second, n, size):
         """Add numbers of ``second`` to the floats of the result; ``first`` is 0 where that is not begun."""
-        t = numba.carray(_float_at(target), n)
-        b = numba.carray(_half_at(second), n)
+        t = numba.carray(wide_at(target), n)
+        b = numba.carray(at(second), n)
         if first == 0:
             for i in range(n):
                 t[i] = widen(b[i])
@@ -130,13 +172,15 @@ def _grow(dtype: str) -> Any:
 
 
 def _round(dtype: str, op: str) -> Any:
-    _, narrow = _CASTS[dtype]
+    element, wide, _, narrow = _WIDE[dtype]
     finish = _FINISHES[op]
+    wide_at = pointer_to(wide)
+    at = pointer_to(element)
 
     @_compiled
     def round_all(target, first, second, n, size):
-        t = numba.carray(_half_at(target), n)
-        a = numba.carray(_float_at(first), n)
+        t = numba.carray(at(target), n)
+        a = numba.carray(wide_at(first), n)
         for i in range(n):
             t[i] = narrow(finish(a[i], size))
         return 0
@@ -153,4 +197,6 @@ def compiled(name: str) -> Any:
         return _round(dtype, *ops)
     if what == "divide":
         return _divide(getattr(types, dtype))
-    return _half_pair(dtype, what) if dtype in _CASTS else _pair(pointer_to(getattr(types, dtype)), _sum)
+    if what == "average" or dtype in ("bfloat16", "float16"):
+        return _wide_pair(dtype, what)
+    return _pair(pointer_to(getattr(types, dtype)), _OPERATIONS[what])

@@ -138,7 +138,7 @@ def reduce(plan, step):
     scratch = plan[SCRATCH]
     itemsize = plan[ITEMSIZE]
     wide = plan[GROW] != 0
-    limit = max(count, 1) if size == 2 else SCRATCH_NBYTES // (4 if wide else itemsize)
+    limit = max(count, 1) if size == 2 else SCRATCH_NBYTES // (8 if wide else itemsize)
     for start in range(0, count, limit):
         n = min(limit, count - start)
         skip = start * itemsize

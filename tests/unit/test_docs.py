@@ -172,7 +172,7 @@ def test_examples_need_what_their_page_says() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages_install_in_one_way(page: Path) -> None:
-    """From a checkout, by the extras that there are, `pip install '.[mpi,torch]'`: the MPI library's first."""
+    """From a checkout, by the extras that there are, `pip install '.[mpi,torch,fast]'`: the MPI library's first."""
     metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("optional-dependencies]")[2]
     offered = set(re.findall(r"^(\w+) = \[", metadata.partition("\n[")[0], re.MULTILINE))
     for options, extras in re.findall(r"pip install ([^`\n']*)'\.\[(.*?)\]'", page.read_text(encoding="utf-8")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +13,17 @@ import pytest
 import ringreduce as rr
 from ringreduce.buffers import DTYPES, native
 from ringreduce.collectives.plans.node_allreduce import Mailed, TwoShot
+from ringreduce.collectives.plans.node_movements import _Loads
 from ringreduce.common.config import Config
-from ringreduce.native.cache import library
+from ringreduce.native.cache import Loops, loops
 from ringreduce.native.catalog import KERNELS
 from ringreduce.testing import run_ranks
 
 pytest.importorskip("numba")
 
 CACHES = Config.from_environ().caches
-COMPILED = Config(timeout_s=30.0, native=True, caches=CACHES)
-NUMPY = Config(timeout_s=30.0)
+COMPILED = Config(timeout_s=30.0, caches=CACHES)
+NUMPY = Config(timeout_s=30.0, native=False)
 
 
 def bits(dtype: str, count: int, rank: int) -> np.ndarray:
@@ -79,10 +81,73 @@ def test_results_have_the_bits_of_numpys_path(dtype: str, op: str, size: int) ->
         assert len({result for rank in found for result in rank}) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+def test_nan_comes_of_nan_alone(dtype: str, op: str) -> None:
+    """A NaN of any rank is one in the result, in its place; which NaN it is, nothing says."""
+
+    def body(comm: rr.Communicator) -> np.ndarray:
+        array = bits(dtype, 301, comm.rank)
+        if array.dtype.kind == "f":
+            array[comm.rank :: 17] = np.nan
+        for _ in range(3):
+            result = comm.allreduce(array, op=op)
+        return result
+
+    expected = run_ranks(3, body, config=NUMPY)
+    for found in run_ranks(3, body, config=COMPILED):
+        np.testing.assert_array_equal(found, expected[0])
+
+
+def moved(comm: rr.Communicator, count: int) -> list[bytes]:
+    """Return results of all collectives but allreduces, several times each, with as many rows, then with others."""
+    size, rank = comm.size, comm.rank
+    results: list[np.ndarray | None] = []
+    for kind in (np.empty, comm.empty):
+        mine = kind(size * count, "float32")
+        for step in range(6):
+            mine[...] = bits("float32", size * count, rank + 10 * step)
+            rows = count if step < 4 else rank + 1
+            root = step % 2
+            splits = [(rank + to + step // 4) % 2 for to in range(size)]
+            whole, part = kind(size * size * count, "float32"), kind(count, "float32")
+            results += [
+                comm.broadcast(mine, root=0),
+                comm.broadcast(mine, root=root),
+                comm.reduce(mine, root=0),
+                comm.reduce(mine, op="max", root=root),
+                comm.reduce_scatter(mine, op="average"),
+                comm.reduce_scatter(mine, out=part),
+                comm.allgather(mine[:rows]),
+                comm.allgather(mine, out=whole),
+                comm.gather(mine[:rows]),
+                comm.scatter(mine.reshape(size, count)[:, :rows] if rank == 0 else None),
+                comm.alltoall(mine, out=mine),
+                comm.alltoall(mine[: sum(splits)], splits=splits)[0],
+            ]
+    return [b"" if each is None else np.ascontiguousarray(each).tobytes() for each in results]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 77, 5001, 30_011])
+def test_all_collectives_have_the_bits_of_numpys_path(size: int, count: int) -> None:
+    """Calls that come again, and calls to which ranks then bring other rows."""
+    expected = run_ranks(size, lambda comm: moved(comm, count), config=NUMPY)
+    assert run_ranks(size, lambda comm: moved(comm, count), config=COMPILED) == expected
+    assert run_ranks(size, lambda comm: either(moved, comm, count), config=COMPILED) == expected
+
+
+def either(body: Callable[[rr.Communicator, int], list[bytes]], comm: rr.Communicator, count: int) -> list[bytes]:
+    """Run a body with a rank that has no compiled calls."""
+    if comm.rank == 1:
+        comm._context.node = replace(comm._context.node, loops=Loops())
+    return body(comm, count)
+
+
 def test_calls_are_compiled() -> None:
     """Those by mailboxes, and those in memory that the ranks share."""
 
-    def body(comm: rr.Communicator) -> tuple[bool, bool]:
+    def body(comm: rr.Communicator) -> tuple[bool, bool, list[bool]]:
         array = comm.empty(1_000_000, "float32")
         array[...] = 1
         for _ in range(2):
@@ -91,23 +156,26 @@ def test_calls_are_compiled() -> None:
         plans = comm._context.plans._plans.values()
         (shared,) = (each for each in plans if isinstance(each, TwoShot))
         (mailed,) = (each for each in plans if isinstance(each, Mailed))
-        return mailed._compiled is not None, shared._compiled is not None
+        small = np.ones(10, np.float32)
+        for _ in range(2):
+            comm.allgather(small)
+            comm.allgather(array)
+        loads = [each for each in plans if isinstance(each, _Loads)]
+        return mailed._compiled is not None, shared._compiled is not None, [each._ready is not None for each in loads]
 
     for size in (2, 3):
-        assert run_ranks(size, body, config=COMPILED) == [(True, True)] * size
-        assert run_ranks(size, body, config=NUMPY) == [(False, False)] * size
+        assert run_ranks(size, body, config=COMPILED) == [(True, True, [True, True])] * size
+        assert run_ranks(size, body, config=NUMPY) == [(False, False, [False, False])] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_of_both_paths_are_one_world(size: int) -> None:
     """The protocol is the same, so a rank without Numba changes nothing."""
-    everyone = run_ranks(size, lambda comm: mixed(comm, 4099), config=COMPILED)
-    assert everyone == run_ranks(size, lambda comm: mixed(comm, 4099), config=NUMPY)
+    everyone = run_ranks(size, lambda comm: either(sums, comm, 4099), config=COMPILED)
+    assert everyone == run_ranks(size, lambda comm: sums(comm, 4099), config=NUMPY)
 
 
-def mixed(comm: rr.Communicator, count: int) -> list[bytes]:
-    if comm.rank == 1:
-        comm._context.node = replace(comm._context.node, library=None)
+def sums(comm: rr.Communicator, count: int) -> list[bytes]:
     return reduce(comm, "float32", "sum", count)
 
 
@@ -160,13 +228,13 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
 
 def test_what_is_loaded_is_ours(tmp_path: Path) -> None:
     """A folder that others may write to is not used; nor is a file there that is no object code; ranks add by NumPy."""
-    assert library(str(tmp_path / "none")) is not None
+    assert loops(str(tmp_path / "none")).library is not None
     folder = tmp_path / "open" / "native"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert library(str(tmp_path / "open")) is None
+    assert loops(str(tmp_path / "open")).library is None
     (path,) = (tmp_path / "none" / "native").glob("*.o")
     other = tmp_path / "broken" / "native"
     other.mkdir(parents=True, mode=0o700)
     (other / path.name).write_bytes(b"not object code")
-    assert library(str(tmp_path / "broken")) is None
+    assert loops(str(tmp_path / "broken")).library is None

@@ -371,6 +371,9 @@ class Chooser:
             on_device = self._gpu.explain(problem.collective)
             return f"{problem.collective.value} of {problem.nbytes} bytes {where}: {on_device}"
         why = explain(problem, self._context.config, self._table)
+        if problem.topology.single_node and problem.topology.size > 1:
+            loops = self._context.node.loops
+            why += f"; NumPy copies and adds, as {loops.why_not}" if loops.why_not else "; its loops are compiled"
         return why + self._gpu.remark(problem.collective)
 
     def _problem(

@@ -83,7 +83,7 @@ class CompiledKernels:
 
     def __init__(self, library: Library, dtype: str, op: str, size: int) -> None:
         self._whole = _Kernel(library, library.kernels[dtype, op], size)
-        self._part = _Kernel(library, library.kernels.get((dtype, "sum" if op == "average" else op), ()), size)
+        self._part = _Kernel(library, library.kernels[dtype, "sum" if op == "average" else op], size)
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         return Reduction(self._whole if complete else self._part, sources)

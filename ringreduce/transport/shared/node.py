@@ -15,8 +15,7 @@ from ringreduce.common.config import Config
 from ringreduce.common.errors import TransportError
 from ringreduce.common.processes import pid_namespace
 from ringreduce.common.topology import Topology
-from ringreduce.native.cache import library
-from ringreduce.native.library import Library
+from ringreduce.native.cache import Loops, loops
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.shared.arena import Arena, Block, memory_nbytes
 from ringreduce.transport.shared.board import Board, allocate_part
@@ -40,14 +39,14 @@ class Node:
         hosts: of all ranks: a node is a machine. The same, unless memory cannot be shared.
         arena: where communication buffers come from; peers of the node can map them.
         board: of the ranks of the node.
-        library: the compiled loops; None: NumPy's path is to be used.
+        loops: what is compiled, or why NumPy's path is to be used.
     """
 
     topology: Topology
     hosts: Topology
     arena: Arena
     board: Board
-    library: Library | None = None
+    loops: Loops = Loops()
 
 
 def join(
@@ -100,8 +99,12 @@ def join(
         arena.copies_private = config.private_memory and copies_private()
     board = Board(arena, members, places, rank=messages.rank, waiter=waiter)
     messages.exchange(b"")  # nobody may flag before everyone looks
-    compiled = library(config.caches) if config.native and len(members) > 1 else None
-    return Node(topology, hosts, arena, board=board, library=compiled)
+    compiled = Loops(why_not="this rank is alone on its node")
+    if len(members) > 1:
+        compiled = loops(config.caches) if config.native else Loops(why_not="RINGREDUCE_NATIVE is 0")
+    if compiled.failed and messages.rank == members[0]:
+        _log.warning("NumPy copies and adds between ranks of a node, which takes longer: %s", compiled.why_not)
+    return Node(topology, hosts, arena, board=board, loops=compiled)
 
 
 def _share(
