@@ -56,7 +56,9 @@ def pause(typing: Any) -> Any:
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), kind), [])
         elif "aarch64" in triple:
             # ISB waits for the pipeline, some tens of cycles; YIELD does nothing on most cores.
-            builder.call(ir.InlineAsm(kind, "isb", "~{memory}", side_effect=True), [])
+            barrier = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+            all_domains = ir.Constant(ir.IntType(32), 15)
+            builder.call(builder.module.declare_intrinsic("llvm.aarch64.isb", (), barrier), [all_domains])
         return context.get_dummy_value()
 
     return types.none(), generate

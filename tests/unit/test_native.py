@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,18 @@ from ringreduce.buffers import DTYPES, native
 from ringreduce.collectives.plans.node_allreduce import Mailed, TwoShot
 from ringreduce.collectives.plans.node_movements import _Loads
 from ringreduce.common.config import Config
+from ringreduce.native import layout
 from ringreduce.native.cache import Loops, loops
 from ringreduce.native.catalog import KERNELS
 from ringreduce.testing import run_ranks
+from ringreduce.transport.shared import compiled, node
 
 pytest.importorskip("numba")
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from ringreduce.native import intrinsics
 
 CACHES = Config.from_environ().caches
 COMPILED = Config(timeout_s=30.0, caches=CACHES)
@@ -224,6 +232,82 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
 
     found = run_ranks(2, body, config=replace(COMPILED, timeout_s=0.3))
     assert "rank 1" in found[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_go_on_where_they_were(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every wait of a compiled call returns at once, and is entered again where it was: no sum is made twice."""
+    monkeypatch.setattr(compiled, "_HELD_POLLS", 0)
+    monkeypatch.setattr(compiled, "_POLLS", 0)
+    monkeypatch.setattr(compiled, "_AGAIN", 1 << 30)
+
+    def body(comm: rr.Communicator) -> None:
+        total = size * (size + 1) // 2
+        arrays = [np.empty(count, np.int64) for count in (5, 90_001)]
+        arrays += [comm.empty(count, "int64") for count in (5, 40_001)]
+        for step in range(1000 // len(arrays)):
+            for array in arrays:
+                array[...] = (comm.rank + 1) * (step + 1)
+                comm.allreduce(array, out=array)
+                assert (array == total * (step + 1)).all()
+                parts = comm.allgather(array[:3])
+                assert (parts == total * (step + 1)).all()
+
+    run_ranks(size, body, config=COMPILED)
+
+
+def test_long_calls_return_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that signals are heard: a call that moves more than is done in a millisecond."""
+    codes: list[int] = []
+    found = loops(CACHES).library
+    assert found is not None
+
+    def run(*arguments: int) -> int:
+        codes.append(found.run(*arguments))
+        return codes[-1]
+
+    monkeypatch.setattr(node, "loops", lambda folder: Loops(found._replace(run=run)))
+
+    def body(comm: rr.Communicator) -> None:
+        array = comm.empty(3_000_001, "float64")
+        for step in range(4):
+            array[...] = comm.rank + step
+            comm.allreduce(array, out=array)
+            assert (array == 1 + 2 * step).all()
+
+    run_ranks(2, body, config=COMPILED)
+    assert codes.count(layout.UNFINISHED) > 8
+
+
+@pytest.mark.parametrize(
+    ("triple", "flags"),
+    [("aarch64-unknown-linux-gnu", ["ldar", "stlr", "dmb", "isb"]), ("x86_64-unknown-linux-gnu", ["pause"])],
+)
+def test_flags_are_ordered_on_all_processors(triple: str, flags: list[str]) -> None:
+    """LLVM's assembly loads flags with acquire and stores them with release; a poll waits some cycles."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    module.triple = triple
+    word = ir.IntType(64)
+    function = ir.Function(module, ir.FunctionType(word, [word, word]), "flags")
+    builder = ir.IRBuilder(function.append_basic_block())
+
+    class Numba:
+        get_dummy_value = staticmethod(lambda: ir.Constant(word, 0))
+
+    def add(intrinsic: Any, *arguments: ir.Value) -> ir.Value:
+        _, generate = intrinsic._defn(None, *arguments)
+        return generate(Numba, builder, None, arguments)
+
+    add(intrinsics.store_release, function.args[0], function.args[1])
+    add(intrinsics.pause)
+    found = add(intrinsics.load_acquire, function.args[0])
+    add(intrinsics.fence)
+    builder.ret(found)
+    machine = llvm.Target.from_triple(triple).create_target_machine(opt=2, codemodel="small")
+    assembly = machine.emit_assembly(llvm.parse_assembly(str(module)))
+    assert [flag for flag in flags if flag not in assembly] == []
 
 
 def test_what_is_loaded_is_ours(tmp_path: Path) -> None:
