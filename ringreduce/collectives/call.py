@@ -17,7 +17,7 @@ from ringreduce.buffers import DTYPES, DType, wider
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
 from ringreduce.transport.shared.board import Signature
-from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES
+from ringreduce.transport.shared.board_memory import MAILED_NBYTES
 
 #: The algorithm name that asks for sums in the order of ranks. Several algorithms add in this order; all give the same
 #: bits, whatever the nodes of the ranks, the size, fusion and segments.
@@ -160,7 +160,7 @@ def path_for(algorithm: str, problem: Problem) -> Path:
         return Path.ALONE
     if algorithm == VENDOR and is_in_library(problem):
         return Path.LIBRARY
-    if algorithm == "one_shot" and topology.single_node and problem.nbytes <= MAILBOX_NBYTES:
+    if algorithm == "one_shot" and topology.single_node and problem.nbytes <= MAILED_NBYTES:
         return Path.ONE_SHOT
     if find(problem.collective, algorithm).cost(topology).touched == 0:
         return Path.MESSAGES

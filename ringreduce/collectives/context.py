@@ -168,19 +168,18 @@ class Context:
         if kernels is None:
             library = self.node.loops.library
             size = self.topology.size
+            kernels = kernels_for(dtype, op, size)
             if library is not None and (dtype.name, op.value) in library.kernels:
-                kernels = CompiledKernels(library, dtype.name, op.value, size)
-            else:
-                kernels = kernels_for(dtype, op, size)
+                kernels = CompiledKernels(library, dtype.name, op.value, size=size, by_numpy=kernels)
             self.scratch.kernels[key] = kernels
         return kernels
 
     def compiled(
-        self, entry: Signature, nbytes: int, programs: Callable[[], Sequence[Sequence[Step]]]
+        self, entry: Signature, nbytes: int, steps: Callable[[], Sequence[Step]], mailed_nbytes: int = 0
     ) -> CompiledCall | None:
         """Return a compiled call on this node, see `compile_call`; None: NumPy's path is to be used."""
         library = self.node.loops.library
-        return None if library is None else compile_call(library, self.board, entry, nbytes, programs())
+        return None if library is None else compile_call(library, self.board, entry, nbytes, steps(), mailed_nbytes)
 
     def link(self, signature: Signature) -> Link:
         """Return how this rank sends, waits and reports in a call.
@@ -433,7 +432,7 @@ class NodePlan(BoundCall):
         return None if compiled.run() else self._board.others()
 
     def _carry_out(self, others: list[int], calls: list[Call], *, stays: bool = True) -> None:
-        """Carry out what is bound to the places of the others, up to a barrier; ``stays``: this rank's are as before."""
+        """Carry out what is bound to places, up to a barrier; ``stays``: whether this rank's are as before."""
         if others != self._others:
             self._others = others
             self._compiled = None
@@ -443,7 +442,7 @@ class NodePlan(BoundCall):
             self._compiled = self._context.compiled(
                 self._entry,
                 self._source.nbytes,
-                lambda: [[ENTER, expect(self._board, turn, others), *calls, BARRIER] for turn in (0, 1)],
+                lambda: [ENTER, expect(self._board, others), *calls, BARRIER],
             )
         observed = self._instruments.observers
         for call in calls:

@@ -38,9 +38,11 @@ class BoundCall(ABC):
 
     Attributes:
         reusable: whether it may be run again; if not, it is closed after one call.
+        settled: whether `repeated` and `into_any` are final; calls that come again are compiled.
     """
 
     reusable = True
+    settled = True
 
     @abstractmethod
     def run(self, source: Operand, place: Place) -> None:

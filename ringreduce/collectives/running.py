@@ -301,7 +301,7 @@ class Runner:
         lasts = call.array is None or isinstance(call.array, np.ndarray) or hasattr(call.array, "data_ptr")
         whole = prepared.source
         is_own = isinstance(whole, Operand) and whole.contiguous and not whole.is_copy and whole.nbytes > 0
-        if not (plan.reusable and lasts and (follows or (is_own and whole.address == source.address))):
+        if not (plan.reusable and plan.settled and lasts and (follows or (is_own and whole.address == source.address))):
             return None
         given = source.unowned()
         if result is None:

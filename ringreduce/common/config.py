@@ -111,7 +111,7 @@ class Config:
         "the shared memory that the new arrays of collectives may take together, as `2G`; 0: they are private",
         unset="a quarter of the machine's memory, divided by the ranks of the node")
     native: bool = setting("RINGREDUCE_NATIVE", switch, True,
-        "0: NumPy copies and adds between ranks of a node, where else machine code does, which Numba makes once a machine",
+        "0: NumPy copies and adds between ranks of a node; else loops do that Numba compiles once a machine",
         may_differ=True)
     segment_nbytes: int = 256 << 10
     # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.

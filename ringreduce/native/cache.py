@@ -49,7 +49,7 @@ def loops(folder: str | None) -> Loops:
     if find_spec("llvmlite") is None or find_spec("numba") is None:
         return Loops(why_not="Numba is not installed")
     if folder is None:
-        return Loops(why_not="there is no folder for caches: HOME and XDG_CACHE_HOME are not set", failed=True)
+        return Loops(why_not="there is no folder for caches: HOME and XDG_CACHE_HOME are not set")
     place = Path(folder, "native")
     try:
         own_folder(place)

@@ -1,15 +1,12 @@
-"""What the compiled function finds where: the fields of a plan, the steps of its programs, and what it returns.
+"""What the compiled function finds where: the fields of a plan, the steps of its program, and what it returns.
 
-A plan is an array of 64-bit integers: fields, line 0 of each other member's board in the order of members, and
-programs, of which the number of a call chooses one. A program is a list of steps: each is a number of those below, and
-what belongs to it. An address in a step is that number of bytes from a base, which is in its upper bits: 0, the call's
-source, or its target.
+A plan is an array of 64-bit integers: fields, line 0 of each other member's board in the order of members, and a
+program. That is a list of steps: each is a number of those below, and what belongs to it. An address in a step is so
+many bytes from a base, which is in its upper bits.
 """
 
 from __future__ import annotations
 
-#: The mailboxes of a call, and so its program, depend on its number modulo this.
-TURNS = 8
 #: Of scratch in which sums grow: they stay in a core's first-level cache.
 SCRATCH_NBYTES = 8192
 
@@ -35,20 +32,24 @@ YIELDS = 12
 RELEASES = 13
 #: Where in the plan a call goes on that has returned something else than `DONE`.
 NEXT = 14
-#: Bases of addresses: 0, the source and the target of the call.
-BASES = 15
-#: Where in the plan the program of each turn is.
-PROGRAMS = 18
+#: Of the mailboxes of a call: the bytes of one, and how many take turns, of even and of odd calls; a power of two.
+ROOM = 15
+ROOMS = 16
+#: The bases of addresses, by number.
+BASES = 17
 #: How many numbers this rank publishes from `SIGNATURE` on, and these.
-PUBLISHES = PROGRAMS + TURNS
-PUBLISHED = PUBLISHES + 1
-#: The first of the addresses.
-FIELDS = PUBLISHED + 7
+PUBLISHES = 22
+PUBLISHED = 23
+#: The first of the addresses, and the program.
+FIELDS = 30
 
-#: So many bits of an address are bytes.
+#: So many bits of an address are bytes, and what is added to it for another base than 0: the source of the call, its
+#: target, the mailbox whose turn it is, the entry line whose turn it is.
 ADDRESS_BITS = 60
 FROM_SOURCE = 1 << ADDRESS_BITS
 FROM_TARGET = 2 << ADDRESS_BITS
+FROM_MAILBOX = 3 << ADDRESS_BITS
+FROM_LINE = 4 << ADDRESS_BITS
 
 #: The steps. The end of a program;
 END = 0
@@ -73,8 +74,9 @@ MISMATCH = 4  # a member calls something else
 MOVED = 5  # the others' arrays are not where this plan has them; it may go on all the same
 ABSENT = 6  # a member has detached
 
-#: The lines of a board, see `ringreduce.transport.shared.board_memory`.
+#: The lines and mailboxes of a board, see `ringreduce.transport.shared.board_memory`.
 LINE_NBYTES = 64
+MAILBOX_NBYTES = 4 << 20
 BARRIER_LINE = 2
 #: Fields of an entry line.
 NUMBER = 0

@@ -42,22 +42,23 @@ from ringreduce.native.layout import (
     LATE_BARRIER,
     LATE_ENTRY,
     LINE_NBYTES,
+    MAILBOX_NBYTES,
     MINE,
     MISMATCH,
     NEXT,
     NUMBER,
     PAIR,
     POLLS,
-    PROGRAMS,
     PUBLISHED,
     PUBLISHES,
     REDUCE,
+    ROOM,
+    ROOMS,
     ROUND,
     SCRATCH,
     SCRATCH_NBYTES,
     SIGNATURE,
     SIZE,
-    TURNS,
     UNFINISHED,
     WRITTEN,
     YIELDS,
@@ -175,11 +176,13 @@ def run(address, source, target, phase, patient):
     plan = words(address)
     counters = words(plan[COUNTERS])
     if phase == DONE:
+        number = counters[CALLS] + 1
         plan[BASES + 1] = source
         plan[BASES + 2] = target
-        step = plan[PROGRAMS + (counters[CALLS] + 1) % TURNS]
-    else:
-        step = plan[NEXT]
+        plan[BASES + 3] = (number & 1) * MAILBOX_NBYTES + ((number >> 1) & (plan[ROOMS] - 1)) * plan[ROOM]
+        plan[BASES + 4] = (number & 1) * LINE_NBYTES
+        plan[NEXT] = FIELDS + plan[SIZE] - 1
+    step = plan[NEXT]
     nbytes = 0
     code = DONE
     while nbytes < _MOST_NBYTES:

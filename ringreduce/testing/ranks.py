@@ -40,7 +40,7 @@ def run_ranks(
         size: the number of ranks.
         function: what every rank does.
         node_size: ranks per node; None: all on one. 1: no shared memory, everything goes as messages.
-        config: settings; the time limit is 30 s unless they say otherwise.
+        config: settings; None: loops are compiled, where they can be, and the time limit is 30 s.
         wrap: puts a recording or failing transport around each rank's messages.
         called: says what a rank calls, and where; see `Context`.
         counts_decide: see `Context`.
@@ -49,7 +49,9 @@ def run_ranks(
         Exception: the first error of the rank that failed first; the others are ended by their time limit at the
             latest.
     """
-    settings = replace(config or Config(timeout_s=30.0), node_size=node_size or (config.node_size if config else None))
+    if config is None:
+        config = Config(timeout_s=30.0, caches=Config.from_environ().caches)
+    settings = replace(config, node_size=node_size or config.node_size)
     world = MemoryWorld(size, settings.timeout_s)
     between_two = MemoryWorld(size)
 

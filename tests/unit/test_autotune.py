@@ -18,7 +18,7 @@ from ringreduce.collectives.choice.tuning import Candidate, CostModel, Key, Meas
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import format_seconds
 from ringreduce.common.topology import Topology
-from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES
+from ringreduce.transport.shared.board_memory import MAILED_NBYTES
 
 NODE, FLAT, GRID, UNEVEN = (
     Topology.uniform(1, 4),
@@ -72,8 +72,8 @@ def test_work_follows_the_schedule(algorithm: str, topology: Topology, expected:
 
 def test_a_small_one_shot_on_a_node_is_one_barrier():
     """Up to a mailbox every rank reads the others' at once; beyond, messages carry the data."""
-    assert work("one_shot", MAILBOX_NBYTES, NODE) == (0, 0, 1, 3 * MAILBOX_NBYTES, 3 * MAILBOX_NBYTES, 0)
-    assert work("one_shot", MAILBOX_NBYTES + 1, NODE)[:3] == (1, 3 * (MAILBOX_NBYTES + 1), 0)
+    assert work("one_shot", MAILED_NBYTES, NODE) == (0, 0, 1, 3 * MAILED_NBYTES, 3 * MAILED_NBYTES, 0)
+    assert work("one_shot", MAILED_NBYTES + 1, NODE)[:3] == (1, 3 * (MAILED_NBYTES + 1), 0)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=Topology.describe)
@@ -175,10 +175,10 @@ def test_choose_knows_only_what_both_neighbours_know():
 def test_choose_knows_where_an_algorithm_changes():
     """Just above a mailbox the one-shot is no longer what was measured just below."""
     rows = ({"one_shot": 30, "two_shot": 40}, {"one_shot": 35, "two_shot": 41})
-    found = replace(table(*rows, sizes=(MAILBOX_NBYTES, 4 * MAILBOX_NBYTES)), key=replace(KEY, topology=NODE))
-    assert found.choose(MAILBOX_NBYTES).algorithm == "one_shot"
-    assert found.choose(MAILBOX_NBYTES + 4)[::2] == ("two_shot", None)
-    assert replace(found, key=KEY).choose(MAILBOX_NBYTES + 4).algorithm == "one_shot"  # messages at all sizes
+    found = replace(table(*rows, sizes=(MAILED_NBYTES, 4 * MAILED_NBYTES)), key=replace(KEY, topology=NODE))
+    assert found.choose(MAILED_NBYTES).algorithm == "one_shot"
+    assert found.choose(MAILED_NBYTES + 4)[::2] == ("two_shot", None)
+    assert replace(found, key=KEY).choose(MAILED_NBYTES + 4).algorithm == "one_shot"  # messages at all sizes
 
 
 def test_choose_where_neighbours_have_nothing_in_common():

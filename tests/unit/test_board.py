@@ -11,11 +11,12 @@ import pytest
 
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.errors import CollectiveTimeoutError, PeerLostError, TransportError
+from ringreduce.native.layout import MAILBOX_NBYTES
 from ringreduce.testing import caught, run_threads
 from ringreduce.transport.memory import MemorySegments, MemoryWorld
 from ringreduce.transport.shared.arena import Arena, place_in
 from ringreduce.transport.shared.board import NOWHERE, Board, Signature, allocate_part, signature_hash
-from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES
+from ringreduce.transport.shared.board_memory import MAILED_NBYTES
 from ringreduce.transport.waiting import Waiter
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def test_mailboxes_alternate(size: int) -> None:
     """A rank may fill its mailbox for the next call while others still read: the two calls' boxes are different."""
 
     def swap(board: Board) -> None:
-        boxes = [board.memory.mailboxes(parity, np.dtype(np.int64), (3,)) for parity in (0, 1)]
+        boxes = [board.memory.mailboxes(parity, np.dtype(np.int64), 3) for parity in (0, 1)]
         parities = []
         for turn in range(40):
             boxes[(board.number + 1) & 1][board.index][:] = 100 * turn + board.index
@@ -97,13 +98,12 @@ def test_mailboxes_alternate(size: int) -> None:
 
 
 def test_areas_of_the_board_do_not_overlap() -> None:
-    """Mailboxes and stages of full size lie apart from each other and from the flags."""
+    """Mailboxes of full size lie apart from each other and from the flags."""
 
     def fill(board: Board) -> None:
         areas = [
-            board.memory.mailboxes(parity, np.dtype(np.uint8), (MAILBOX_NBYTES,))[board.index] for parity in (0, 1)
+            board.memory.mailboxes(parity, np.dtype(np.uint8), MAILBOX_NBYTES)[board.index] for parity in (0, 1)
         ]
-        areas += [each[board.index] for each in board.memory.stages(np.dtype(np.uint8))]
         for number, area in enumerate(areas):
             area[:] = number + 1
         arrive(board, "call")
@@ -176,7 +176,7 @@ def test_a_member_that_left_says_why_however_long_that_is() -> None:
 
     def call(board: Board) -> object:
         arrive(board, "data")
-        mailboxes = board.memory.mailboxes(0, np.dtype(np.uint8), (MAILBOX_NBYTES,))
+        mailboxes = board.memory.mailboxes(0, np.dtype(np.uint8), MAILED_NBYTES)
         if board.index == 1:
             mailboxes[1][:] = 7
             board.detach(AbortReason('"é\\' * 100_000))

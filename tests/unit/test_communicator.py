@@ -15,6 +15,7 @@ import torch
 
 import ringreduce as rr
 from ringreduce.common.config import Config
+from ringreduce.native.layout import MAILBOX_NBYTES
 from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
 
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (3, 1), (3, 2)])
@@ -306,8 +307,9 @@ def test_a_shared_buffer_is_reduced_where_it_lies() -> None:
 
     def check(communicator: rr.Communicator) -> None:
         count = 50_000
-        stages = communicator._context.board.memory.stages(np.dtype(np.uint8))
-        for areas in stages:
+        memory = communicator._context.board.memory
+        boxes = [memory.mailboxes(parity, np.dtype(np.uint8), MAILBOX_NBYTES) for parity in (0, 1)]
+        for areas in boxes:
             areas[communicator._context.board.index][:] = 0
         communicator.barrier()
         parts = inputs(communicator, count)
@@ -318,7 +320,7 @@ def test_a_shared_buffer_is_reduced_where_it_lies() -> None:
             communicator.allreduce(array, out=array)
             assert_equal(as_numpy(array), expected(parts, rr.SUM))
         communicator.barrier()
-        assert not any(area.any() for areas in stages for area in areas)
+        assert not any(area.any() for areas in boxes for area in areas)
 
     in_world(3, None, check)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ringreduce.native import layout
 from ringreduce.native.cache import Loops, loops
 from ringreduce.native.catalog import KERNELS
 from ringreduce.testing import run_ranks
+from ringreduce.transport.messages import Messages
 from ringreduce.transport.shared import compiled, node
 
 pytest.importorskip("numba")
@@ -142,14 +142,6 @@ def test_all_collectives_have_the_bits_of_numpys_path(size: int, count: int) -> 
     """Calls that come again, and calls to which ranks then bring other rows."""
     expected = run_ranks(size, lambda comm: moved(comm, count), config=NUMPY)
     assert run_ranks(size, lambda comm: moved(comm, count), config=COMPILED) == expected
-    assert run_ranks(size, lambda comm: either(moved, comm, count), config=COMPILED) == expected
-
-
-def either(body: Callable[[rr.Communicator, int], list[bytes]], comm: rr.Communicator, count: int) -> list[bytes]:
-    """Run a body with a rank that has no compiled calls."""
-    if comm.rank == 1:
-        comm._context.node = replace(comm._context.node, loops=Loops())
-    return body(comm, count)
 
 
 def test_calls_are_compiled() -> None:
@@ -176,15 +168,28 @@ def test_calls_are_compiled() -> None:
         assert run_ranks(size, body, config=NUMPY) == [(False, False, [False, False])] * size
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_of_both_paths_are_one_world(size: int) -> None:
-    """The protocol is the same, so a rank without Numba changes nothing."""
-    everyone = run_ranks(size, lambda comm: either(sums, comm, 4099), config=COMPILED)
-    assert everyone == run_ranks(size, lambda comm: sums(comm, 4099), config=NUMPY)
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_one_rank_without_numba_has_all_use_numpy(
+    lacking: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ranks of a node agree, and a line of the first says why, if it has it itself."""
+    here = threading.local()
+    monkeypatch.setattr(node, "loops", lambda folder: here.loops)
+    found = loops(CACHES)
 
+    def install(messages: Messages) -> Messages:
+        here.loops = Loops(why_not="Numba is not installed") if messages.rank == lacking else found
+        return messages
 
-def sums(comm: rr.Communicator, count: int) -> list[bytes]:
-    return reduce(comm, "float32", "sum", count)
+    def body(comm: rr.Communicator) -> str:
+        comm.allreduce(np.ones(3))
+        assert comm._context.node.loops.library is None
+        return comm.explain(10)
+
+    said = run_ranks(3, body, config=COMPILED, wrap=install)
+    assert "NumPy copies and adds" in said[0]
+    said = [record.message for record in caplog.records]
+    assert any(f"rank {lacking}: Numba is not installed" in text for text in said) == (lacking != 0)
 
 
 @pytest.mark.parametrize("count", [10, 100_000])

@@ -1,11 +1,10 @@
-"""Allreduces on one node: by mailboxes, by loads and stores in the memory of all ranks, or through staging areas.
+"""Allreduces on one node: through mailboxes, or by loads and stores in the memory of all ranks.
 
-`Mailed` is for small arrays: they lie in mailboxes beside the flags of one barrier, and every rank reduces all.
-`TwoShot` works in the arrays of all ranks: those in the arena are touched directly, those in private memory are copied
-by the system. `StagedTwoShot` is for small private arrays, and for all where the system forbids such copies: pieces
-pass through areas of the board, copied in, reduced and copied out while they are in the cache, a barrier for each.
-On a node of two ranks `Mailed` takes its place, up to the size of a mailbox: to read the other's whole array takes as
-many bytes between the cores as to read half of it and half of the result, and no barrier.
+`Mailed` is for small arrays: each rank copies its own into its mailbox, beside the flags of one barrier, and reduces
+all. `StagedTwoShot` is for private arrays: pieces pass through mailboxes, copied in, reduced by one rank each and
+copied out, a barrier for each. On a node of two ranks it begins later: to read the other's whole array takes as many
+bytes between the cores as to read half of it and half of the result. `TwoShot` works in the arrays of all ranks: those
+in the arena are touched directly, those in private memory are copied by the system.
 
 `verify` proves the schedules of `one_shot` and `two_shot`, which say who reads what.
 """
@@ -16,30 +15,33 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ringreduce.buffers import Array, Call, Operand, copying, unowned
+from ringreduce.buffers import Array, Call, Operand, address_of, copying, unowned
 from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.collectives.plans.through_board import OnArrays, Staged
 from ringreduce.common.partition import Partition
-from ringreduce.native.layout import FROM_SOURCE, FROM_TARGET, TURNS
+from ringreduce.native.layout import FROM_SOURCE, FROM_TARGET
 from ringreduce.transport.shared.arena import NOWHERE
 from ringreduce.transport.shared.board import Signature
-from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES, STAGE_NBYTES
-from ringreduce.transport.shared.compiled import ENTER, CompiledCall, Step, expect
+from ringreduce.transport.shared.board_memory import MAILED_NBYTES, TURNS, rooms_of
+from ringreduce.transport.shared.compiled import ENTER, CompiledCall, CompiledKernels, Step, expect
 
-#: Up to this size, to copy private arrays to where the others read, and from there, costs less than system calls.
+#: Up to this size, NumPy copies private arrays to where the others read, and from there, at less cost than the system
+#: copies them; or of a pair, if either the source or the target is private. Compiled, that is quicker at all sizes.
 _STAGED_NBYTES = 256 << 10
-#: The same for a pair, if either the source or the target is private.
-_HALF_MAILED_NBYTES = 64 << 10
-#: A piece of a private buffer. Smaller ones would stay in L2, but a piece costs a barrier and some 10 us of Python;
-#: from 256 KiB to 4 MiB this was the quickest, at all sizes.
-_PIECE_NBYTES = STAGE_NBYTES
+_HALF_STAGED_NBYTES = 64 << 10
+#: Slices that ranks reduce begin at multiples of so many elements.
+_ALIGNED = 16
+#: Up to this size a pair's arrays are mailed whole, by compiled loops.
+_PAIR_NBYTES = 32 << 10
+#: Of a private array at a time. Smaller pieces would stay in the second-level cache, but each costs a barrier.
+_PIECE_NBYTES = 512 << 10
 
 
 def plan_allreduce(context: Context, task: Task, source: Operand, target: Operand) -> BoundCall:
@@ -49,23 +51,22 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
     code = task.signature.code
     count = source.view.size
     nbytes = target.nbytes
+    if task.choice.path is Path.ONE_SHOT:
+        return plans.get(("mailed", code), partial(Mailed, context, task, count))
+    compiled = isinstance(context.kernels(task.dtype, task.op, task.kind.weights), CompiledKernels)
     is_pair = len(context.board.members) == 2
-    is_mailed = task.choice.path is Path.ONE_SHOT or (is_pair and nbytes <= MAILBOX_NBYTES)
+    kind = Mailed if is_pair and nbytes <= (_PAIR_NBYTES if compiled else MAILED_NBYTES) else StagedTwoShot
 
     def through_board() -> _ThroughBoard:  # It is kept, so it refers to no operand.
-        kind = Mailed if is_mailed else StagedTwoShot
-        return plans.get(("board", code), lambda: kind(context, task, count))
+        return plans.get(("board", code), partial(kind, context, task, count))
 
-    if task.choice.path is Path.ONE_SHOT:
-        return through_board()
     in_place = source.address == target.address
-    if nbytes <= _STAGED_NBYTES:
-        reads_private = arena.locate(source.address, nbytes) == NOWHERE
-        stores_private = reads_private if in_place else arena.locate(target.address, nbytes) == NOWHERE
-        if reads_private and stores_private:
-            return through_board()
-        if is_pair and nbytes <= _HALF_MAILED_NBYTES and (reads_private or stores_private):
-            return through_board()
+    reads_private = arena.locate(source.address, nbytes) == NOWHERE
+    stores_private = reads_private if in_place else arena.locate(target.address, nbytes) == NOWHERE
+    both = reads_private and stores_private
+    staged_nbytes = nbytes if compiled else _STAGED_NBYTES if both else _HALF_STAGED_NBYTES if is_pair else -1
+    if (reads_private or stores_private) and nbytes <= staged_nbytes:
+        return through_board()
 
     def make() -> BoundCall:
         taken = arena.place(target.address, nbytes)
@@ -89,9 +90,13 @@ class _ThroughBoard(BoundCall):
         self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
         self._count = count
         self._dtype = task.dtype.storage
+        self.settled = not isinstance(self._kernels, CompiledKernels)
+        self._runs = 0
 
     def run(self, source: Operand, place: Place) -> None:
-        compiled = self._compiled
+        self._runs += 1
+        self.settled = self.settled or self._runs > 1  # It may come a third time.
+        compiled = self._compiled if self._runs > 2 else None
         target = place(())
         if compiled is None or self._instruments.observers:
             self._run(source, target)
@@ -111,7 +116,12 @@ class _ThroughBoard(BoundCall):
         """The same, compiled; None: NumPy's path is to be used."""
         nbytes = self._count * self._dtype.itemsize
         source, target = (unowned(np.empty(self._count, self._dtype), base) for base in (FROM_SOURCE, FROM_TARGET))
-        return self._context.compiled(self._signature, nbytes, lambda: self._programs(source, target))
+        return self._context.compiled(self._signature, nbytes, lambda: self._steps(source, target), self.mailed_nbytes)
+
+    @property
+    def mailed_nbytes(self) -> int:
+        """Bytes of a rank's part of its mailbox."""
+        return self._count * self._dtype.itemsize
 
     @abstractmethod
     def _run(self, source: Operand, target: Operand) -> None:
@@ -122,16 +132,16 @@ class _ThroughBoard(BoundCall):
         return None
 
     @abstractmethod
-    def _programs(self, source: Array, target: Array) -> list[list[Step]]:
-        """Return the steps of each turn, or of all."""
+    def _steps(self, source: Array, target: Array) -> list[Step]:
+        """Return the steps of the call."""
 
     @abstractmethod
-    def bind(self, source: Array, target: Array) -> OnArrays:
-        """Bind the reduction of ``source`` into ``target``: flat arrays, the same memory or apart."""
+    def bound(self, number: int, source: Array, target: Array) -> OnArrays:
+        """Return the allreduce of ``source`` into ``target``, flat arrays, the same memory or apart, in a call."""
 
-    def _expected(self, turn: int) -> list[int]:
+    def _expected(self) -> list[int]:
         """Return the step that finds out whether a rank copies its input only after the rendezvous."""
-        return expect(self._board, turn, [NOWHERE] * (2 * len(self._board.peers)))
+        return expect(self._board, [NOWHERE] * (2 * len(self._board.peers)))
 
     def _meet(self) -> None:
         """Enter the call, once the own array is copied in; return when all ranks have copied theirs."""
@@ -152,7 +162,8 @@ class Mailed(_ThroughBoard):
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task, count)
-        self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * TURNS
+        _, turns = rooms_of(count * self._dtype.itemsize)
+        self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * (2 * turns)
 
     def _run(self, source: Operand, target: Operand) -> None:
         self._into_any(source.view)(target.view)
@@ -160,13 +171,14 @@ class Mailed(_ThroughBoard):
     def _into_any(self, source: Array) -> Callable[[Array], object]:
         board = self._board
         turns = self._turns
-        turn = self.turn
+        many = len(turns)
+        turn = self._turn
         meet = self._meet
         instruments = self._instruments
 
         def run(target: Array) -> None:
             number = board.counters[0] + 1  # A property would be a call.
-            box, reduce = turns[number % TURNS] or turn(number)
+            box, reduce = turns[number % many] or turn(number)
             box[...] = source
             meet()
             reduce(target)
@@ -175,121 +187,113 @@ class Mailed(_ThroughBoard):
 
         return run
 
-    def turn(self, number: int) -> tuple[Array, Callable[[Array], object]]:
+    def _turn(self, number: int) -> tuple[Array, Callable[[Array], object]]:
         """Return this rank's mailbox in the call of a number, and what reduces all."""
-        turn = self._turns[number % TURNS]
+        turn = self._turns[number % len(self._turns)]
         if turn is None:
-            boxes = self._board.memory.mailboxes(number, self._dtype, (self._count,))
-            turn = self._turns[number % TURNS] = boxes[self._board.index], self._kernels.combine(boxes)
+            turn = self._turns[number % len(self._turns)] = self._bind(number)
         return turn
 
-    def _programs(self, source: Array, target: Array) -> list[list[Step]]:
-        programs: list[list[Step]] = []
-        for number in range(TURNS):
-            box, reduce = self.turn(number)
-            programs.append([copying(box, source), ENTER, self._expected(number), partial(reduce, target)])
-        return programs
+    def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
+        boxes = self._board.memory.mailboxes(number, self._dtype, self._count)
+        return boxes[self._board.index], self._kernels.combine(boxes)
 
-    def bind(self, source: Array, target: Array) -> OnArrays:
-        return _MailedArrays(self, source, target)
+    def _steps(self, source: Array, target: Array) -> list[Step]:
+        terms = self._board.memory.mailboxes(-1, self._dtype, self._count)
+        box = terms[self._board.index]
+        terms[self._board.index] = source
+        return [copying(box, source), ENTER, self._expected(), partial(self._kernels.combine(terms), target)]
+
+    def bound(self, number: int, source: Array, target: Array) -> OnArrays:
+        return _MailedArrays(source, target, *self._turn(number))
 
 
 class _MailedArrays:
     """A `Mailed` that is bound to arrays."""
 
-    def __init__(self, mailed: Mailed, source: Array, target: Array) -> None:
-        self._mailed = mailed
+    def __init__(self, source: Array, target: Array, box: Array, reduce: Callable[[Array], object]) -> None:
         self._source = source
         self._target = target
+        self._box = box
+        self._reduce = reduce
 
-    def copy_in(self, number: int) -> None:
-        box, self._reduce = self._mailed.turn(number)
-        box[...] = self._source
+    def copy_in(self) -> None:
+        self._box[...] = self._source
 
     def run(self) -> None:
         self._reduce(self._target)
 
 
-class _Piece(NamedTuple):
-    """A piece of the array, cut into a slice for each rank.
-
-    Attributes:
-        mine: the slice that this rank reduces.
-        terms: what the ranks have staged of it, in rank order; this rank's is not used.
-        result: where its result goes, for the others to fetch.
-        given: (slice, this rank's stage) of what others reduce.
-        taken: (slice, its owner's result) of the same.
-    """
-
-    mine: slice
-    terms: list[Array]
-    result: Array
-    given: list[tuple[slice, Array]]
-    taken: list[tuple[slice, Array]]
-
-
 class StagedTwoShot(_ThroughBoard):
-    """By the staging areas: each rank reduces a slice of each piece, and fetches the results of the others."""
+    """By mailboxes: each rank reduces a slice of each piece, and fetches the results of the others."""
 
     def __init__(self, context: Context, task: Task, count: int) -> None:
         super().__init__(context, task, count)
+        self._length = max(1, min(count, _PIECE_NBYTES // self._dtype.itemsize))
+        # Of each rank: inputs and results of one piece, or of two.
+        self._areas = 2 if self._length >= count else 4
+        self._room = self._areas * -(-self._length // _ALIGNED) * _ALIGNED
         self._where = -1, -1
-        self._last: Staged | None = None  # Bound to the arrays at the last addresses.
-        board = context.board
-        self._pieces = []
-        dtype = task.dtype.storage
-        me = board.index
-        areas = board.memory.stages(dtype)
-        length = _PIECE_NBYTES // dtype.itemsize
-        for number, start in enumerate(range(0, count, length)):
-            incoming = areas[number % 2]
-            results = areas[2 + number % 2]
-            places = Partition.even(min(length, count - start), len(incoming), align=16).segment
-            own = places[me]
-            piece = _Piece(
-                slice(start + own.start, start + own.stop), terms=[], result=results[me][own], given=[], taken=[]
-            )
-            for rank, place in enumerate(places):
-                piece.terms.append(incoming[rank][own])
-                if rank != me and place.start < place.stop:
-                    part = slice(start + place.start, start + place.stop)
-                    piece.given.append((part, incoming[me][place]))
-                    piece.taken.append((part, results[rank][place]))
-            self._pieces.append(piece)
+        self._last: dict[int, Staged] = {}  # By turn, bound to the arrays at the last addresses.
+
+    @property
+    def mailed_nbytes(self) -> int:
+        return self._room * self._dtype.itemsize
 
     def _run(self, source: Operand, target: Operand) -> None:
-        last = self._last
-        where = source.address, target.address
-        if last is None or where != self._where:
-            into = unowned(target.view, target.address)
-            given = into if source.address == target.address else unowned(source.view, source.address)
-            last = self._last = self.bind(given, into)
-            self._where = where
-        last.copy_in(self._board.counters[0] + 1)
+        bound = self.bound(self._board.counters[0] + 1, source.view, target.view)
+        bound.copy_in()
         self._meet()
-        last.run()
+        bound.run()
 
-    def _programs(self, source: Array, target: Array) -> list[list[Step]]:
-        first, *others = self.bind(source, target).steps()
-        return [[*first, ENTER, self._expected(turn), *chain.from_iterable(others)] for turn in (0, 1)]
+    def bound(self, number: int, source: Array, target: Array) -> OnArrays:
+        where = address_of(source), address_of(target)
+        if where != self._where:
+            self._last.clear()
+            self._where = where
+        turn = number % TURNS
+        if turn not in self._last:
+            into = unowned(target, where[1])
+            given = into if where[0] == where[1] else unowned(source, where[0])
+            self._last[turn] = self._bind(turn, given, into)
+        return self._last[turn]
 
-    def bind(self, source: Array, target: Array) -> Staged:
+    def _steps(self, source: Array, target: Array) -> list[Step]:
+        first, *others = self._bind(-1, source, target).steps()
+        return [*first, ENTER, self._expected(), *chain.from_iterable(others)]
+
+    def _bind(self, turn: int, source: Array, target: Array) -> Staged:
+        boxes = self._board.memory.mailboxes(turn, self._dtype, self._room)
         me = self._board.index
+        half = self._areas // 2
+        area = self._room // self._areas
         stages: list[list[Call]] = []
         rounds: list[tuple[list[Call], list[Call]]] = []
-        for piece in self._pieces:
-            stages.append([copying(stage, source[part]) for part, stage in piece.given])
+        for number, start in enumerate(range(0, self._count, self._length)):
+            given = number % half * area  # where inputs of this piece are in a mailbox, and then where results are
+            made = given + half * area
+            bounds = Partition.even(min(self._length, self._count - start), len(boxes), align=_ALIGNED).bounds
+            terms: list[Array] = []
+            stage: list[Call] = []
+            fetch: list[Call] = []
+            low, high = bounds[me : me + 2]
+            for rank, box in enumerate(boxes):
+                terms.append(source[start + low : start + high] if rank == me else box[given + low : given + high])
+                first, last = bounds[rank : rank + 2]
+                if rank != me and first < last:
+                    stage.append(copying(boxes[me][given + first : given + last], source[start + first : start + last]))
+                    fetch.append(copying(target[start + first : start + last], box[made + first : made + last]))
+            stages.append(stage)
+            result = boxes[me][made + low : made + high]
             reduces: list[Call] = []
-            if piece.result.size:
-                terms = piece.terms.copy()
-                terms[me] = source[piece.mine]
-                reduces = [partial(self._kernels.combine(terms), piece.result)]
-                reduces.append(copying(target[piece.mine], piece.result))
-            rounds.append((reduces, [copying(target[part], result) for part, result in piece.taken]))
+            if low < high:
+                reduces = [partial(self._kernels.combine(terms), result)]
+                reduces.append(copying(target[start + low : start + high], result))
+            rounds.append((reduces, fetch))
         return Staged(self._board, self._instruments, self._signature.text, stages=stages, rounds=rounds)
 
     def close(self) -> None:
-        self._last = None
+        self._last.clear()
 
 
 class TwoShot(NodePlan):
@@ -321,25 +325,22 @@ class TwoShot(NodePlan):
             return
         if self._instruments.observers:
             self._instruments.step("rendezvous")
-        bound = self._bind((*others,))
-        if isinstance(bound, list):
-            self._carry_out(others, bound)
+        if NOWHERE not in others:
+            self._carry_out(others, self._bind((*others,)))
             return
         self._compiled = None
-        bound.copy_in(self._board.number)
+        bound = self._find_through_board().bound(self._board.number, self._source, self._target)
+        bound.copy_in()
         self._board.barrier(self._text)
         bound.run()
 
-    def _bind(self, others: tuple[int, ...]) -> list[Call] | OnArrays:
+    def _bind(self, others: tuple[int, ...]) -> list[Call]:
         """Return what to do for arrays of the other ranks at these places."""
-        steps: list[Call] | OnArrays | None = self._bound.get(others)
-        if steps is None:
-            if NOWHERE in others:
-                steps = self._find_through_board().bind(self._source, self._target)
-            else:
-                steps = self._bind_memory(others)
-            self._keep(others, steps)
-        return steps
+        calls: list[Call] | None = self._bound.get(others)
+        if calls is None:
+            calls = self._bind_memory(others)
+            self._keep(others, calls)
+        return calls
 
     def _bind_memory(self, others: tuple[int, ...]) -> list[Call]:
         context = self._context

@@ -20,10 +20,10 @@ from ringreduce.collectives.plan import BoundCall, Place, constant
 from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
 from ringreduce.common.partition import Partition, Segment
-from ringreduce.native.layout import FROM_TARGET, TURNS
+from ringreduce.native.layout import FROM_TARGET
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
 from ringreduce.transport.shared.board import Signature
-from ringreduce.transport.shared.board_memory import MAILBOX_NBYTES
+from ringreduce.transport.shared.board_memory import MAILED_NBYTES, TURNS, rooms_of
 from ringreduce.transport.shared.compiled import ARRIVE, BARRIER, ENTER, CompiledCall, Step, expect
 from ringreduce.transport.shared.private import PrivateMemory
 
@@ -188,16 +188,16 @@ class _Loads(NodePlan):
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
         self._stride = 2 + len(numbers)  # How many numbers each of the others publishes.
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # Layouts by the numbers of the others.
-        self._last: list[_LastLoads | None] = [None] * TURNS
+        self._last: dict[int, _LastLoads] = {}  # By turn.
         self._mailed: list[slice] = []
         self._ready: _CompiledLoads | None = None
         place = MAILED
         if _is_read(task, context.rank):
             place = context.arena.place(source.address, source.nbytes)
-            if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILBOX_NBYTES):
+            if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILED_NBYTES):
                 place = MAILED
                 self._mailed = _parts_for_others(task, context, source.view.size, numbers=numbers)
-        self._copies: list[list[Call] | None] = [None] * TURNS if self._mailed else []  # By turn, to the mailbox.
+        self._copies: dict[int, list[Call]] = {}  # By turn, to the mailbox.
         entry = Signature(task.signature.text, task.signature.code, place, numbers=numbers)
         super().__init__(context, task, source, entry)
 
@@ -218,8 +218,8 @@ class _Loads(NodePlan):
     def _run(self, place: Place) -> None:
         mine = self._entry
         block = None
-        if self._copies:
-            for copy in self._mail(self._board.number + 1):
+        if self._mailed:
+            for copy in self._mail((self._board.number + 1) % TURNS):
                 copy()
         elif mine.source == NOWHERE:
             block, copied = self._block()
@@ -231,12 +231,11 @@ class _Loads(NodePlan):
             if block is not None:
                 self._context.arena.release(block)
 
-    def _mail(self, number: int) -> list[Call]:
-        """Return what copies what others load from the input to this rank's mailbox in the call of this number."""
-        turn = number % TURNS
-        copies = self._copies[turn]
+    def _mail(self, turn: int) -> list[Call]:
+        """Return what copies what others load from the input to this rank's mailbox; -1: in the steps of any call."""
+        copies = self._copies.get(turn)
         if copies is None:
-            box = self._board.memory.mailboxes(number, self._source.dtype, self._source.shape)[self._board.index]
+            box = self._board.memory.mailboxes(turn, self._source.dtype, self._source.size)[self._board.index]
             copies = self._copies[turn] = [copying(box[part], self._source[part]) for part in self._mailed]
         return copies
 
@@ -244,8 +243,8 @@ class _Loads(NodePlan):
         """Do what follows the rendezvous, given what the others have published there."""
         board = self._board
         instruments = self._instruments
-        turn = board.number % TURNS
-        last = self._last[turn]
+        turn = board.number % TURNS if MAILED in (mine.source, *others[:: self._stride]) else 0
+        last = self._last.get(turn)
         if last is None or last.others != others:
             last = None
             layout = self._lay_out(others)
@@ -265,7 +264,7 @@ class _Loads(NodePlan):
             bound = self._bound.get(key)
             if bound is None:
                 result = unowned(target.view, target.address)
-                bound = self._keep(key, self._bind(layout, others, result, published=mine.source, number=turn))
+                bound = self._keep(key, self._bind(layout, others, result, published=mine.source, turn=turn))
             last = self._last[turn] = _LastLoads(others, layout, target.address, bound)
         bound = last.bound
         for call in bound.calls:
@@ -285,15 +284,22 @@ class _Loads(NodePlan):
         result = unowned(target, FROM_TARGET if address < 0 else address)
         place = self._entry.source
 
-        def program(turn: int) -> list[Step]:
-            mailed = self._mail(turn) if self._copies else []
-            loads = self._bind(layout, others, result, published=place, number=turn)
-            barrier = [] if not loads.some_wait else [ARRIVE] if place == MAILED else [BARRIER]
-            return [*mailed, ENTER, expect(self._board, turn, others), *loads.calls, *barrier, *loads.after]
+        places = dict(zip(self._board.peers, others[:: self._stride], strict=True))
+        mailed = [count for peer, (count, _) in layout.peers.items() if places[peer] == MAILED]
+        if self._mailed:
+            mailed.append(self._source.size)
+        rooms = {rooms_of(count * target.itemsize) for count in mailed}
+        if len(rooms) > 1:
+            return None  # They are in different parts of the mailboxes.
 
-        turns = range(TURNS if MAILED in (place, *others[:: self._stride]) else 2)
+        def steps() -> list[Step]:
+            copies = self._mail(-1) if self._mailed else []
+            loads = self._bind(layout, others, result, published=place, turn=-1)
+            barrier = [] if not loads.some_wait else [ARRIVE] if place == MAILED else [BARRIER]
+            return [*copies, ENTER, expect(self._board, others), *loads.calls, *barrier, *loads.after]
+
         nbytes = max(self._source.nbytes, target.nbytes)
-        call = self._context.compiled(self._entry, nbytes, lambda: [program(turn) for turn in turns])
+        call = self._context.compiled(self._entry, nbytes, steps, max(mailed, default=0) * target.itemsize)
         return None if call is None else _CompiledLoads(call, layout, address)
 
     def _overlaps(self, target: Array) -> bool:
@@ -302,7 +308,7 @@ class _Loads(NodePlan):
     def close(self) -> None:
         super().close()
         self._layouts.clear()
-        self._last = [None] * TURNS
+        self._last.clear()
         self._ready = None
 
     def _lay_out(self, others: list[int]) -> _Layout:
@@ -318,7 +324,7 @@ class _Loads(NodePlan):
             layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
         return layout
 
-    def _bind(self, layout: _Layout, others: list[int], result: Array, published: int, number: int) -> _BoundLoads:
+    def _bind(self, layout: _Layout, others: list[int], result: Array, published: int, turn: int) -> _BoundLoads:
         """Bind what loads into a result.
 
         Args:
@@ -326,7 +332,7 @@ class _Loads(NodePlan):
             others: what they have published.
             result: flat.
             published: the place of this rank's input.
-            number: of the call, or its turn.
+            turn: of the call; -1: any.
         """
         context = self._context
         board = self._board
@@ -349,7 +355,7 @@ class _Loads(NodePlan):
                 size = layout.peers[peer][0]
                 place = others[self._stride * position]
                 if place == MAILED:
-                    boxes = board.memory.mailboxes(number, source.dtype, (size,))
+                    boxes = board.memory.mailboxes(turn, source.dtype, size)
                     peers[peer] = boxes[board.members.index(peer)]
                 else:
                     peers[peer] = context.arena.at(peer, place, source.dtype, count=size)

@@ -13,17 +13,17 @@ from ringreduce.transport.shared.compiled import BARRIER, Step
 class OnArrays(Protocol):
     """An allreduce through memory of the board, bound to the arrays of this rank."""
 
-    def copy_in(self, number: int) -> None:
-        """Copy what the other ranks read first, in the call of this number; may come before the rendezvous."""
+    def copy_in(self) -> None:
+        """Copy what the other ranks read first; may come before the rendezvous."""
 
     def run(self) -> None:
         """Reduce, once every rank has called `copy_in`."""
 
 
 class Staged:
-    """The two-shot through staging areas, bound to the arrays of this rank.
+    """The two-shot through mailboxes, bound to the arrays of this rank.
 
-    In turn k every rank reduces its slice of piece k from all staging areas, and copies what the others own of piece
+    In turn k every rank reduces its slice of piece k from the areas of all, and copies what the others own of piece
     k + 1 into its own; then, after the barrier, it copies the others' results for piece k out. Two areas for each
     direction are enough: nobody is more than one barrier ahead.
 
@@ -51,7 +51,7 @@ class Staged:
         self._first = stages[0] if stages else []
         self._later = [*stages[1:], []]
 
-    def copy_in(self, number: int) -> None:
+    def copy_in(self) -> None:
         for call in self._first:
             call()
 

@@ -13,24 +13,27 @@ barriers):
     line 6 ...  what this rank called, as text, written only when a mismatch was seen
     page 1      why this rank takes part in no further call, written before its status
     numbers     two of `_NUMBERS_NBYTES`: numbers published at entry that the line cannot hold, for even and odd calls
-    mailboxes   two of `MAILBOX_NBYTES`: data of small collectives, for even and odd calls; in parts, if they are small
-    staging     four of `STAGE_NBYTES`: pieces of private buffers on their way (two in, two out)
+    mailboxes   two of `MAILBOX_NBYTES`, for even and odd calls: inputs on their way, in parts that take turns
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from math import prod
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ringreduce.buffers import Array, address_of
-from ringreduce.native.layout import LINE_NBYTES, PLACES
+from ringreduce.buffers import Array, address_of, unowned
+from ringreduce.native.layout import FROM_LINE, FROM_MAILBOX, LINE_NBYTES, MAILBOX_NBYTES, PLACES
 
-MAILBOX_NBYTES = 256 << 10
-STAGE_NBYTES = 1 << 20
+#: The largest input that is mailed.
+MAILED_NBYTES = 256 << 10
+#: Where small inputs are in a mailbox comes again after so many calls, half of them even.
+TURNS = 64
+#: Parts that take turns have so many bytes together: they stay near a core, and the core that has read one forgets it.
+_TURNING_NBYTES = 1 << 20
 
 COUNTERS_LINE = 3
 STATUS_LINE = 4
@@ -47,10 +50,20 @@ _WHY = slice(_PAGE, 2 * _PAGE)
 _NUMBERS = 2 * _PAGE
 _NUMBERS_NBYTES = 2 * _PAGE  # a number for each of a thousand members
 _MAILBOXES = _NUMBERS + 2 * _NUMBERS_NBYTES
-_STAGES = _MAILBOXES + 2 * MAILBOX_NBYTES
-PART_NBYTES = _STAGES + 4 * STAGE_NBYTES
+PART_NBYTES = _MAILBOXES + 2 * MAILBOX_NBYTES
 #: So many bytes of a new part are 0.
 CLEARED_NBYTES = _MAILBOXES
+
+
+@lru_cache(maxsize=1024)
+def rooms_of(nbytes: int) -> tuple[int, int]:
+    """Return the bytes of a part of a mailbox for an input of so many, and how many take turns; powers of two.
+
+    They take turns, as a line that another core has just read is written more slowly.
+    """
+    assert nbytes <= MAILBOX_NBYTES
+    room = 1 << (max(nbytes, LINE_NBYTES) - 1).bit_length()
+    return room, max(1, min(_TURNING_NBYTES // room, TURNS // 2))
 
 
 class BoardMemory:
@@ -78,37 +91,30 @@ class BoardMemory:
         ]
         self.called = [part[_CALLED] for part in self._parts]
         self.why = [part[_WHY] for part in self._parts]
+        self._mailboxes = [
+            (part[_MAILBOXES:], address + _MAILBOXES) for part, address in zip(parts, self.addresses, strict=True)
+        ]
+        #: Where the other members publish places and numbers, for the steps of a compiled call.
+        self.entries = [FROM_LINE + address + PLACES * 8 for address in self.others]
         # Numbers that a line cannot hold, by parity and member.
         self._longer = tuple(
             [part[_NUMBERS + parity * _NUMBERS_NBYTES :][:_NUMBERS_NBYTES].data.cast("q") for part in self._parts]
             for parity in (0, 1)
         )
 
-    def entries(self, number: int) -> list[int]:
-        """Return where the other members publish places and numbers in a call."""
-        return [address + (number & 1) * LINE_NBYTES + PLACES * 8 for address in self.others]
-
-    def mailboxes(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
-        """Return every member's mailbox in a call as an array, in the order of members.
-
-        Calls take parts of a mailbox in turn: a line that another core has just read is written more slowly. Which part
-        depends on the number modulo `TURNS`.
+    def mailboxes(self, number: int, dtype: np.dtype[Any], count: int) -> list[Array]:
+        """Return where so many elements of every member are in its mailbox in a call, in the order of members.
 
         Args:
-            number: of the call.
-            dtype, shape: of the array.
+            number: of the call; -1: any, for the steps of a compiled call.
+            dtype, count: of the elements.
         """
-        nbytes = dtype.itemsize * prod(shape)
-        assert nbytes <= MAILBOX_NBYTES
-        room = -(-nbytes // LINE_NBYTES) * LINE_NBYTES
-        parts = 4 if 4 * room <= MAILBOX_NBYTES else 2 if 2 * room <= MAILBOX_NBYTES else 1
-        offset = _MAILBOXES + (number & 1) * MAILBOX_NBYTES + (number >> 1) % parts * room
-        return [part[offset : offset + nbytes].view(dtype).reshape(shape) for part in self._parts]
-
-    def stages(self, dtype: np.dtype[Any]) -> list[list[Array]]:
-        """Return every member's four staging areas as flat arrays: by area, in the order of members."""
-        starts = range(_STAGES, PART_NBYTES, STAGE_NBYTES)
-        return [[part[start : start + STAGE_NBYTES].view(dtype) for part in self._parts] for start in starts]
+        nbytes = count * dtype.itemsize
+        room, rooms = rooms_of(nbytes)
+        if number < 0:
+            return [unowned(part[:nbytes].view(dtype), FROM_MAILBOX + address) for part, address in self._mailboxes]
+        offset = (number & 1) * MAILBOX_NBYTES + ((number >> 1) & (rooms - 1)) * room
+        return [part[offset : offset + nbytes].view(dtype) for part, _ in self._mailboxes]
 
     def publish(self, parity: int, numbers: tuple[int, ...]) -> None:
         """Let the other members read numbers once this rank has entered the call."""

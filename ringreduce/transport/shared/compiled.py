@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringreduce.buffers import Array, Call, address_of, unowned
+from ringreduce.buffers import Array, Call, Kernels, address_of, unowned
 from ringreduce.native import layout
 from ringreduce.native.library import Library
 from ringreduce.transport.shared.board import Board, Signature
-from ringreduce.transport.shared.board_memory import COUNTERS_LINE, NPUBLISHED, STATUS_LINE
+from ringreduce.transport.shared.board_memory import COUNTERS_LINE, NPUBLISHED, STATUS_LINE, rooms_of
 
 _HELD_POLLS = 100  # about 3 us
 _POLLS = 5000  # about 100 us
@@ -53,17 +53,30 @@ class _Kernel(NamedTuple):
 
 
 class Reduction:
-    """Reduces terms, flat and contiguous, in their order, into an array, which may be one of them."""
+    """Reduces terms, flat and contiguous, in their order, into an array, which may be one of them.
 
-    def __init__(self, kernel: _Kernel, terms: Sequence[Array]) -> None:
+    Args:
+        kernel: what reduces them.
+        terms: these.
+        by_numpy: binds the same by NumPy, which is quicker for a single time.
+    """
+
+    def __init__(
+        self, kernel: _Kernel, terms: Sequence[Array], by_numpy: Callable[[], Callable[[Array], object]]
+    ) -> None:
         self.kernel = kernel
         self.terms = terms
+        self._by_numpy: Callable[[], Callable[[Array], object]] | None = by_numpy
         self._plan: _PlanMemory | None = None
 
     def __call__(self, target: Array) -> None:
+        if self._by_numpy is not None:
+            self._by_numpy()(target)
+            self._by_numpy = None
+            return
         if self._plan is None:
             result = unowned(target, layout.FROM_TARGET)
-            self._plan = _PlanMemory(self.kernel, [[*_reduction(self, result), layout.END]], len(self.terms))
+            self._plan = _PlanMemory(self.kernel, _reduction(self, result), len(self.terms))
         plan = self._plan
         run = self.kernel.library.run
         address = address_of(target)
@@ -79,31 +92,32 @@ class CompiledKernels:
         library: has them.
         dtype, op: names.
         size: how many ranks there are.
+        by_numpy: the same of NumPy.
     """
 
-    def __init__(self, library: Library, dtype: str, op: str, size: int) -> None:
+    def __init__(self, library: Library, dtype: str, op: str, *, size: int, by_numpy: Kernels) -> None:
+        self._by_numpy = by_numpy
         self._whole = _Kernel(library, library.kernels[dtype, op], size)
         self._part = _Kernel(library, library.kernels[dtype, "sum" if op == "average" else op], size)
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
-        return Reduction(self._whole if complete else self._part, sources)
+        by_numpy = partial(self._by_numpy.combine, sources, complete=complete)
+        return Reduction(self._whole if complete else self._part, sources, by_numpy)
 
 
-def expect(board: Board, number: int, others: Sequence[int]) -> list[int]:
-    """Return the step that compares what the others have published in a call with what a plan is bound to.
+def expect(board: Board, others: Sequence[int]) -> list[int]:
+    """Return the steps that compare what the others have published with what a plan is bound to.
 
     Args:
         board: the ranks.
-        number: of the call, or its turn.
         others: as `Board.enter` returns it.
     """
-    addresses = board.memory.entries(number)
-    each = len(others) // len(addresses)
-    step: list[int] = []
-    for position, address in enumerate(addresses):
+    each = len(others) // len(board.peers)
+    steps: list[int] = []
+    for position, address in enumerate(board.memory.entries):
         expected = others[position * each : (position + 1) * each]
-        step += [layout.EXPECT, layout.MOVED, address, each, *expected]
-    return step
+        steps += [layout.EXPECT, layout.MOVED, address, each, *expected]
+    return steps
 
 
 def compile_call(
@@ -111,7 +125,8 @@ def compile_call(
     board: Board,
     entry: Signature,
     nbytes: int,
-    programs: Sequence[Sequence[Step]],
+    steps: Sequence[Step],
+    mailed_nbytes: int = 0,
 ) -> CompiledCall | None:
     """Compile a call; None: it has a step that is not compiled, as it copies memory of other processes, say.
 
@@ -120,37 +135,34 @@ def compile_call(
         board: the ranks.
         entry: what this one publishes.
         nbytes: of the call.
-        programs: the steps of each turn; fewer programs take turns. What a step does to an array that begins at the
-            address `FROM_SOURCE` or `FROM_TARGET` is done to the source or target of a call.
+        steps: what is done to an array that begins at the address `FROM_SOURCE` or `FROM_TARGET` is done to the source
+            or target of a call.
+        mailed_nbytes: what `BoardMemory.mailboxes` were asked for.
     """
     if len(entry.numbers) > NPUBLISHED:
         return None
     kernel = _Kernel(library, (0,) * 5, 0)
-    written: list[list[int]] = []
+    program: list[int] = []
     absent: set[int] = set()
-    for steps in programs:
-        program: list[int] = []
-        for step in steps:
-            if isinstance(step, list):
-                program += step
-                continue
-            if not isinstance(step, partial):
-                return None
-            if step.func is setitem:
-                program += _copy(step.args[0], step.args[2])
-            elif isinstance(step.func, Reduction):
-                kernel = step.func.kernel
-                program += _reduction(step.func, step.args[0])
-            elif step.func == board.require_present:
-                (position, _) = step.args
-                absent.add(position)
-                status = board.memory.others[position] + STATUS_LINE * layout.LINE_NBYTES
-                program += [layout.EXPECT, layout.ABSENT, status, 1, 0]
-            else:
-                return None
-        written.append([*program, layout.END])
-    plan = _PlanMemory(kernel, written, len(board.members), nbytes, board, entry)
-    return CompiledCall(library, board, entry.text, (plan, programs), absent=absent)
+    for step in steps:
+        if isinstance(step, list):
+            program += step
+        elif not isinstance(step, partial):
+            return None
+        elif step.func is setitem:
+            program += _copy(step.args[0], step.args[2])
+        elif isinstance(step.func, Reduction):
+            kernel = step.func.kernel
+            program += _reduction(step.func, step.args[0])
+        elif step.func == board.require_present:
+            (position, _) = step.args
+            absent.add(position)
+            status = board.memory.others[position] + STATUS_LINE * layout.LINE_NBYTES
+            program += [layout.EXPECT, layout.ABSENT, status, 1, 0]
+        else:
+            return None
+    plan = _PlanMemory(kernel, program, len(board.members), board, entry, nbytes=nbytes, mailed_nbytes=mailed_nbytes)
+    return CompiledCall(library, board, entry.text, (plan, steps), absent=absent)
 
 
 def _copy(target: Array, source: Array) -> list[int]:
@@ -177,28 +189,34 @@ class _PlanMemory:
     def __init__(
         self,
         kernel: _Kernel,
-        programs: Sequence[list[int]],
+        program: list[int],
         size: int,
-        nbytes: int = 0,
         board: Board | None = None,
         entry: Signature | None = None,
+        nbytes: int = 0,
+        mailed_nbytes: int = 0,
     ) -> None:
-        self._scratch = np.empty(layout.SCRATCH_NBYTES if size > 2 else 0, np.uint8)
         lines = [] if board is None else board.memory.others
-        starts = layout.FIELDS + len(lines) + np.cumsum([0, *map(len, programs)])
-        self._memory = np.zeros(int(starts[-1]), np.int64)
+        rest = [*lines, *program, layout.END]
+        self._memory = np.zeros(layout.FIELDS + len(rest), np.int64)
         self.address = address_of(self._memory)
         fields = dict(zip(_KERNEL_FIELDS, kernel.functions, strict=True))
-        fields[layout.SCRATCH] = address_of(self._scratch)
-        fields[layout.DIVISOR] = kernel.divisor
-        fields[layout.COUNTERS] = self.address  # There is no board: some number decides the turn.
-        fields[layout.RELEASES] = int(nbytes >= _RELEASED_NBYTES)
+        fields |= {
+            layout.SIZE: 1 + len(lines),
+            layout.DIVISOR: kernel.divisor,
+            layout.COUNTERS: self.address,  # Without a board they do not matter.
+            layout.RELEASES: int(nbytes >= _RELEASED_NBYTES),
+        }
+        if size > 2:
+            self._scratch = np.empty(layout.SCRATCH_NBYTES, np.uint8)
+            fields[layout.SCRATCH] = address_of(self._scratch)
+        if mailed_nbytes:
+            fields[layout.ROOM], fields[layout.ROOMS] = rooms_of(mailed_nbytes)
         if board is not None and entry is not None:
             crowded = board.waiter.crowded
             mine = board.memory.addresses[board.index]
             published = entry.code, entry.source, entry.target, *entry.numbers
             fields |= {
-                layout.SIZE: len(board.members),
                 layout.MINE: mine,
                 layout.COUNTERS: mine + COUNTERS_LINE * layout.LINE_NBYTES,
                 layout.HELD_POLLS: 0 if crowded else _HELD_POLLS,
@@ -207,11 +225,8 @@ class _PlanMemory:
                 layout.PUBLISHES: len(published),
             }
             fields.update(enumerate(published, layout.PUBLISHED))
-        for turn in range(layout.TURNS):
-            fields[layout.PROGRAMS + turn] = int(starts[turn % len(programs)])
         self._memory[list(fields)] = list(fields.values())
-        numbers = [*lines, *(number for program in programs for number in program)]
-        self._memory[layout.FIELDS :] = numbers
+        self._memory[layout.FIELDS :] = rest
 
 
 _KERNEL_FIELDS = layout.ITEMSIZE, layout.PAIR, layout.FINISH, layout.GROW, layout.ROUND
@@ -225,13 +240,13 @@ class CompiledCall:
         library: Library,
         board: Board,
         text: str,
-        plan: tuple[_PlanMemory, Sequence[Sequence[Step]]],
+        plan: tuple[_PlanMemory, Sequence[Step]],
         absent: Iterable[int],
     ) -> None:
         self._library = library
         self._board = board
         self._text = text
-        self._plan, self._programs = plan  # All memory whose addresses these have lives as long as this.
+        self._plan, self._steps = plan  # All memory whose addresses these have lives as long as this.
         self._absent = sorted(absent)
 
     def bound(self, source: int, target: int) -> Callable[[], object]:

@@ -7,12 +7,13 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ringreduce.buffers import Bytes, address_of
 from ringreduce.common.config import Config
-from ringreduce.common.errors import TransportError
+from ringreduce.common.errors import TransportError, name_ranks
 from ringreduce.common.processes import pid_namespace
 from ringreduce.common.topology import Topology
 from ringreduce.native.cache import Loops, loops
@@ -46,7 +47,7 @@ class Node:
     hosts: Topology
     arena: Arena
     board: Board
-    loops: Loops = Loops()
+    loops: Loops
 
 
 def join(
@@ -98,13 +99,20 @@ def join(
     else:
         arena.copies_private = config.private_memory and copies_private()
     board = Board(arena, members, places, rank=messages.rank, waiter=waiter)
-    messages.exchange(b"")  # nobody may flag before everyone looks
     compiled = Loops(why_not="this rank is alone on its node")
     if len(members) > 1:
         compiled = loops(config.caches) if config.native else Loops(why_not="RINGREDUCE_NATIVE is 0")
+    reasons = exchange_json(messages, compiled.why_not, _is_text)  # Besides, nobody may flag before everyone looks.
+    lacking = [member for member in members if reasons[member]]
+    if lacking and not compiled.why_not:
+        compiled = Loops(why_not=f"of {name_ranks(lacking)}: {reasons[lacking[0]]}", failed=True)
     if compiled.failed and messages.rank == members[0]:
         _log.warning("NumPy copies and adds between ranks of a node, which takes longer: %s", compiled.why_not)
     return Node(topology, hosts, arena, board=board, loops=compiled)
+
+
+def _is_text(answer: Any) -> bool:
+    return isinstance(answer, str)
 
 
 def _share(
