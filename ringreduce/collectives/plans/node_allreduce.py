@@ -114,6 +114,8 @@ class _ThroughBoard(BoundCall):
     @cached_property
     def _compiled(self) -> CompiledCall | None:
         """The same, compiled; None: NumPy's path is to be used."""
+        if not isinstance(self._kernels, CompiledKernels):
+            return None
         nbytes = self._count * self._dtype.itemsize
         source, target = (unowned(np.empty(self._count, self._dtype), base) for base in (FROM_SOURCE, FROM_TARGET))
         return self._context.compiled(self._signature, nbytes, lambda: self._steps(source, target), self.mailed_nbytes)
@@ -191,12 +193,10 @@ class Mailed(_ThroughBoard):
         """Return this rank's mailbox in the call of a number, and what reduces all."""
         turn = self._turns[number % len(self._turns)]
         if turn is None:
-            turn = self._turns[number % len(self._turns)] = self._bind(number)
+            boxes = self._board.memory.mailboxes(number, self._dtype, self._count)
+            turn = boxes[self._board.index], self._kernels.combine(boxes)
+            self._turns[number % len(self._turns)] = turn
         return turn
-
-    def _bind(self, number: int) -> tuple[Array, Callable[[Array], object]]:
-        boxes = self._board.memory.mailboxes(number, self._dtype, self._count)
-        return boxes[self._board.index], self._kernels.combine(boxes)
 
     def _steps(self, source: Array, target: Array) -> list[Step]:
         terms = self._board.memory.mailboxes(-1, self._dtype, self._count)
