@@ -52,12 +52,41 @@ def address_field(array: npt.NDArray[Any]) -> Field:
     return _ByInterface(weakref.ref(array))
 
 
+def layout_of(array: npt.NDArray[Any]) -> list[tuple[int, int]]:
+    """Return memory that changes if the array gets another address, shape, layout, dtype or flags.
+
+    It is in NumPy's C struct, and must not be read once the array is freed.
+
+    Returns:
+        (address, numbers of 64 bits); empty: it is not there.
+    """
+    if sys.implementation.name != "cpython":
+        return []
+    start = id(array) + object.__basicsize__
+    data, ndim, shape, strides, _, dtype, _ = (ctypes.c_int64 * 7).from_address(start)
+    count = array.ndim
+    if (data, ndim & 0xFFFFFFFF, dtype) != (array.__array_interface__["data"][0], count, id(array.dtype)):
+        return []
+    numbers = ctypes.c_int64 * count
+    if count and (*numbers.from_address(shape), *numbers.from_address(strides)) != (*array.shape, *array.strides):
+        return []
+    return [(start, 4), (start + 40, 2), (shape, count), (strides, count)]
+
+
 def _is_a_field() -> bool:
     array = np.zeros(2, np.uint8)
     return not isinstance(address_field(array), _ByInterface) and not isinstance(address_field(array[1:]), _ByInterface)
 
 
-PARTS = (Part("address_field", _is_a_field, "small calls with NumPy's arrays take a fifth longer"),)
+def _has_layout() -> bool:
+    array = np.zeros((2, 3), np.uint8)
+    return bool(layout_of(array) and layout_of(array[1:, ::2]))
+
+
+PARTS = (
+    Part("address_field", _is_a_field, "small calls with NumPy's arrays take a fifth longer"),
+    Part("layout_of", _has_layout, "small calls with NumPy's arrays take a fifth longer"),
+)
 
 
 def self_test() -> dict[str, str]:

@@ -10,13 +10,15 @@ Compiled programs have no array objects: their layouts are keys. In a training s
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ringreduce.buffers.numpy_private import address_field
+from ringreduce.buffers.dtypes import Array
+from ringreduce.buffers.numpy_private import address_field, layout_of
 
 
 def same_memory(array: Any, forget: Callable[[object], object], *, written: bool) -> Callable[[Any], bool]:
@@ -63,6 +65,25 @@ def same_memory(array: Any, forget: Callable[[object], object], *, written: bool
         and other.untyped_storage().nbytes() == nbytes
         and not (other.is_conj() or other.is_neg())
     )
+
+
+def unchanged(*arrays: Any) -> Array | None:
+    """Return what `Library.is_same` takes, to see whether arrays have the memory, layout and flags of now.
+
+    None: they are not all of NumPy.
+    """
+    numbers: list[int] = []
+    places = 0
+    for array in arrays:
+        if type(array) is not np.ndarray:
+            return None
+        found = layout_of(array)
+        if not found:
+            return None
+        for address, count in found:
+            numbers += [address, count, *(ctypes.c_int64 * count).from_address(address)]
+            places += 1
+    return np.array([places, *numbers], np.int64)
 
 
 def same_kind(tensor: Any, nbytes: int) -> Callable[[Any], bool]:

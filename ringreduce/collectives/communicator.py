@@ -86,6 +86,7 @@ class Communicator:
         instruments: the observers of its collectives.
         lifetime: whether it can make calls.
         tallies: what the calls of each collective add up to, by its name.
+        make: makes a call by the name of its collective, see `Runner.make`; without checks of options that it lacks.
         point_to_point: carries messages from one rank to another; None: there are none.
         message_tallies: the same of messages from one rank to another.
     """
@@ -112,6 +113,7 @@ class Communicator:
         self._chooser = Chooser(context, self.gpu)
         self._operands = Operands(self.gpu, context.arena, shares_results=self.size > 1)
         self._runner = Runner(context, state, self._operands, chooser=self._chooser, tallies=self.tallies)
+        self.make = self._runner.make
         self._send_recv = SendRecv(context, channel)
         self.point_to_point = self._send_recv.point_to_point
         self.message_tallies = self._send_recv.tallies

@@ -66,7 +66,7 @@ class BoundCall(ABC):
         return partial(self.run, source, partial(constant, target)) if run is None else partial(run, target.view)
 
     def into_any(self, source: Operand) -> Callable[[Array], object] | None:
-        """Return what runs the call from one array into any flat array; None: the plan is bound to where the result is.
+        """Return what runs the call from one array into any contiguous one; None: the plan is bound to the result, too.
 
         Args:
             source: flat, and without its owner.
@@ -84,22 +84,26 @@ class RepeatedCall(NamedTuple):
         op, algorithm: as the caller passed them.
         is_array: whether an array still has the memory and the layout that it had when the call was made.
         is_out: the same of ``out``; None: that was ``array``, or nothing.
+        unchanged: the address of what `Library.is_same` takes to find that out of both; 0: nothing does.
         run: makes the call; returns a new array for the result, if the caller gave none.
         tally: counts the call.
         nbytes: of the call, for the tally.
         counts_result: whether the bytes of its result count instead, whose size other ranks decide.
         plan: what it runs.
+        kept: memory that lives as long.
     """
 
     op: Any
     algorithm: Any
     is_array: Callable[[Any], bool]
     is_out: Callable[[Any], bool] | None
+    unchanged: int
     run: Callable[[], Any]
     tally: Tally
     nbytes: int
     counts_result: bool
     plan: BoundCall
+    kept: Array | None
 
 
 class Kept(Protocol):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DTYPES, Operand, as_given, library_of, native
-from ringreduce.buffers.same import same_memory
+from ringreduce.buffers import DTYPES, Operand, address_of, as_given, library_of, native
+from ringreduce.buffers.same import same_memory, unchanged
 from ringreduce.collectives.call import DETERMINISTIC, Call, CallKind, Choice, Path, Task
 from ringreduce.collectives.choice.selection import Chooser
 from ringreduce.collectives.comm_state import CallTimer, CommState
@@ -70,6 +70,8 @@ class Runner:
         self._choices = context.plans.choices
         self._repeats = context.plans.repeats
         self._instruments = context.instruments
+        library = context.node.loops.library
+        self._is_same: Callable[[int], int] | None = None if library is None else library.is_same
 
     def run(self, call: Call) -> Any:
         """Make a call that is a value."""
@@ -91,8 +93,11 @@ class Runner:
             repeat is None
             or repeat.op is not op
             or repeat.algorithm is not algorithm
-            or not repeat.is_array(array)
-            or not (repeat.is_out is None or repeat.is_out(out))
+            or not (
+                self._is_same(repeat.unchanged)
+                if repeat.unchanged and self._is_same
+                else repeat.is_array(array) and (repeat.is_out is None or repeat.is_out(out))
+            )
             or instruments.observers
             or self._plans.crowded  # A repeat into a new array makes plans, too.
         ):
@@ -273,16 +278,21 @@ class Runner:
             repeats.pop(key, None)
 
         counts_result = prepared.counts_result and call.out is None
+        kept = None
+        if self._is_same is not None and array is not None:
+            kept = unchanged(array) if out is None or out is array else unchanged(array, out)
         repeats[key] = RepeatedCall(
             call.op,
             call.algorithm,
             is_array=same_memory(array, forget, written=out is array),
             is_out=None if out is None or out is array else same_memory(out, forget, written=True),
+            unchanged=0 if kept is None else address_of(kept),
             run=run,
             tally=self._tallies[collective],
             nbytes=nbytes,
             counts_result=counts_result,
             plan=plan,
+            kept=kept,
         )
 
     def _again(self, prepared: Prepared, task: Task, source: Operand, plan: BoundCall) -> Callable[[], Any] | None:
@@ -342,7 +352,7 @@ class Runner:
 
             def again_anywhere() -> Any:
                 view = np.empty(shape, dtype.storage)
-                into_any(view.reshape(count))
+                into_any(view)
                 return native(view, dtype, library)
 
             return again_anywhere

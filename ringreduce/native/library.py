@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from ringreduce.native.catalog import FUNCTIONS, KERNELS, PYTHON_SYMBOLS, SYSTEM_SYMBOLS
 
 _METH_FASTCALL = 0x80
+#: What Python calls.
+_CALLED = ("run", "run_into", "is_same")
 
 
 class Library(NamedTuple):
@@ -17,11 +19,15 @@ class Library(NamedTuple):
     Attributes:
         run: runs a plan, see `ringreduce.native.loops.run`; takes its address, those of source and target, and where
             to go on.
+        run_into: the same, with the address of an array of NumPy in place of the target's.
+        is_same: see `ringreduce.native.loops.is_same`.
         kernels: by dtype and operation: the bytes of a number, and the addresses of the functions of a `Kernel`.
     """
 
-    run: Callable[[int, int, int, int], int]
     kernels: dict[tuple[str, str], tuple[int, ...]]
+    run: Callable[[int, int, int, int], int]
+    run_into: Callable[[int, int, int, int], int]
+    is_same: Callable[[int], int]
 
 
 class _MethodDef(ctypes.Structure):
@@ -64,13 +70,13 @@ def load(content: bytes) -> Library:
         builder.import_symbol(name, _address(system, name))
     # Numba counts the references of arrays that own memory. None do here, so this is never called.
     builder.import_symbol("NRT_MemInfo_call_dtor", _address(system, "abort"))
-    for name in ("run", *FUNCTIONS):
+    for name in (*_CALLED, *FUNCTIONS):
         builder.export_symbol(name)
     linked = builder.link(jit, "ringreduce")
     _kept.append((jit, linked))
     addresses = {name: int(linked[name]) for name in FUNCTIONS}
     kernels = {key: (each.itemsize, *(addresses.get(name, 0) for name in each[1:])) for key, each in KERNELS.items()}
-    return Library(_function(linked["run"], "run"), kernels)
+    return Library(kernels, **{name: _function(linked[name], name) for name in _CALLED})
 
 
 def _address(library: Any, name: str) -> int:

@@ -227,3 +227,18 @@ def run(address, source, target, phase, patient):
         code = UNFINISHED
     plan[NEXT] = step
     return code
+
+
+@njit(types.int64(types.int64), nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def is_same(address):
+    """Return whether memory has not changed: how many places, and of each its address, how many numbers, and these."""
+    known = words(address)
+    at = 1
+    for _ in range(known[0]):
+        found = words(known[at])
+        count = known[at + 1]
+        for i in range(count):
+            if found[i] != known[at + 2 + i]:
+                return 0
+        at += 2 + count
+    return 1

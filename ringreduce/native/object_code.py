@@ -1,7 +1,7 @@
-"""Compiles loops and kernels with Numba into one object file, with a function that Python calls at little cost.
+"""Compiles loops and kernels with Numba into one object file, with functions that Python calls at little cost.
 
-That is one of CPython's own kind (``METH_FASTCALL``): it takes whole numbers and returns one. A call takes
-some 35 ns, where one through ctypes takes 250 and one of Numba's 160. It polls for some time with the interpreter's
+These are of CPython's own kind (``METH_FASTCALL``): they take whole numbers and return one. A call takes
+some 35 ns, where one through ctypes takes 250 and one of Numba's 160. A call polls for some time with the interpreter's
 lock: to give that back takes another 30 ns and, where other threads compute in Python, milliseconds.
 """
 
@@ -25,13 +25,13 @@ declare i64 @PyLong_AsLongLong(ptr)
 declare ptr @PyLong_FromLongLong(i64)
 declare ptr @PyEval_SaveThread()
 declare void @PyEval_RestoreThread(ptr)
+declare i32 @loop(ptr, ptr, i64, i64, i64, i64, i64)
+declare i32 @loop_is_same(ptr, ptr, i64)
 """
 
-#: What Python calls. The loop gets one argument more: whether it is patient.
-_FUNCTION = """
-declare i32 @loop(ptr, ptr, i64, i64, i64, i64, i64)
-
-define ptr @run(ptr %self, ptr %given, i64 %count) {{
+#: What Python calls to run a plan. The loop gets one argument more: whether it is patient.
+_RUN = """
+define ptr @{name}(ptr %self, ptr %given, i64 %count) {{
 begin:
   %result = alloca i64
   %error = alloca ptr
@@ -42,7 +42,7 @@ begin:
   %at_once = icmp ne i64 %releases, 0
   br i1 %at_once, label %patient, label %held
 held:
-  call i32 @loop(ptr %result, ptr %error, i64 %a0, i64 %a1, i64 %a2, i64 %a3, i64 0)
+  call i32 @loop(ptr %result, ptr %error, i64 %a0, i64 %a1, i64 {target}, i64 %a3, i64 0)
   %first = load i64, ptr %result
   %entry = icmp eq i64 %first, {LATE_ENTRY}
   %barrier = icmp eq i64 %first, {LATE_BARRIER}
@@ -51,7 +51,7 @@ held:
 patient:
   %phase = phi i64 [ %a3, %begin ], [ %first, %held ]
   %thread = call ptr @PyEval_SaveThread()
-  call i32 @loop(ptr %result, ptr %error, i64 %a0, i64 %a1, i64 %a2, i64 %phase, i64 1)
+  call i32 @loop(ptr %result, ptr %error, i64 %a0, i64 %a1, i64 {target}, i64 %phase, i64 1)
   call void @PyEval_RestoreThread(ptr %thread)
   br label %end
 end:
@@ -60,17 +60,46 @@ end:
   ret ptr %object
 }}
 """
+#: Where an array is given in place of the target, it is found there.
+_TARGET_OF_ARRAY = """
+  %array = inttoptr i64 %a2 to ptr
+  %field = getelementptr i8, ptr %array, i64 {offset}
+  %memory = load i64, ptr %field"""
+_SIMPLE = """
+define ptr @{name}(ptr %self, ptr %given, i64 %count) {{
+  %result = alloca i64
+  %error = alloca ptr
+{arguments}
+  call i32 @loop_{name}(ptr %result, ptr %error, i64 %a0)
+  %code = load i64, ptr %result
+  %object = call ptr @PyLong_FromLongLong(i64 %code)
+  ret ptr %object
+}}
+"""
 
 
-def _function() -> str:
-    """Return the LLVM of the function that Python calls."""
-    arguments = "\n".join(
+def _arguments(count: int) -> str:
+    """Return the LLVM that makes numbers of arguments."""
+    return "\n".join(
         f"  %p{i} = getelementptr ptr, ptr %given, i64 {i}\n"
         f"  %o{i} = load ptr, ptr %p{i}\n"
         f"  %a{i} = call i64 @PyLong_AsLongLong(ptr %o{i})"
-        for i in range(4)
+        for i in range(count)
     )
-    return _FUNCTION.format(arguments=arguments, RELEASES=RELEASES, LATE_ENTRY=LATE_ENTRY, LATE_BARRIER=LATE_BARRIER)
+
+
+def _functions() -> str:
+    """Return the LLVM of the functions that Python calls."""
+    constants = {"RELEASES": RELEASES, "LATE_ENTRY": LATE_ENTRY, "LATE_BARRIER": LATE_BARRIER}
+    of_array = _arguments(4) + _TARGET_OF_ARRAY.format(offset=object.__basicsize__)
+    return "".join(
+        (
+            _DECLARATIONS,
+            _RUN.format(name="run", arguments=_arguments(4), target="%a2", **constants),
+            _RUN.format(name="run_into", arguments=of_array, target="%memory", **constants),
+            _SIMPLE.format(name="is_same", arguments=_arguments(1)),
+        )
+    )
 
 
 def _module(function: Any, name: str) -> llvm.ModuleRef:
@@ -94,9 +123,10 @@ def _machine() -> llvm.TargetMachine:
 def compile_all() -> bytes:
     """Return the object file; takes some seconds."""
     target = _machine()
-    whole = llvm.parse_assembly(_DECLARATIONS + _function())
+    whole = llvm.parse_assembly(_functions())
     whole.triple = target.triple
     whole.link_in(_module(loops.run, "loop"))
+    whole.link_in(_module(loops.is_same, "loop_is_same"))
     for name in FUNCTIONS:
         whole.link_in(_module(compiled(name), name))
     options = llvm.create_pipeline_tuning_options(speed_level=3)

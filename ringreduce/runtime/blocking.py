@@ -93,7 +93,7 @@ def allreduce(
     """
     communicator = (PROCESS.world or PROCESS.here()).communicator if process_set is None else _members(process_set)
     if not (deterministic or compression or feedback or len(weights)):
-        return communicator.allreduce(array, op, out=out, algorithm=algorithm)
+        return communicator.make("allreduce", array, out, op, algorithm)  # type: ignore[no-any-return]
     return communicator.allreduce(
         array,
         op,

@@ -435,7 +435,7 @@ def test_what_torch_lacks_for_compilers_and_profilers_is_left_out():
 def test_without_numpys_field_the_address_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     """It is the same, and the array is not kept."""
     monkeypatch.setattr(sys, "implementation", SimpleNamespace(name="another"))
-    assert set(numpy_private.self_test()) == {"address_field"}
+    assert set(numpy_private.self_test()) == {"address_field", "layout_of"}
     array = np.zeros(1000)
     field = numpy_private.address_field(array)
     assert field.value == array.ctypes.data
@@ -677,7 +677,7 @@ def test_doctor_asks_another_process_and_names_what_is_missing(monkeypatch: pyte
     found = ask({"numpy": "2.9", "mpi4py": "4"})
     assert list(found) == ["numpy"]
     (line,) = examine([Facts(packages={"numpy": "2.9"}, bindings=found)])["Bindings"]
-    assert line.value == "numpy 2.9: 0 of 1 private part as expected, not address_field"
+    assert line.value == "numpy 2.9: 0 of 2 private parts as expected, not address_field, layout_of"
     assert line.remedy.startswith("Without address_field small calls with NumPy's arrays take a fifth longer.")
 
 

@@ -90,8 +90,10 @@ class _ThroughBoard(BoundCall):
         self._kernels = context.kernels(task.dtype, task.op, task.kind.weights)
         self._count = count
         self._dtype = task.dtype.storage
+        self._mailed_nbytes = count * self._dtype.itemsize  # of a rank
         self.settled = not isinstance(self._kernels, CompiledKernels)
         self._runs = 0
+        self._turns: dict[int, tuple[Array, Callable[[Array], object]]] = {}  # Of `Mailed`, by number.
 
     def run(self, source: Operand, place: Place) -> None:
         self._runs += 1
@@ -118,12 +120,7 @@ class _ThroughBoard(BoundCall):
             return None
         nbytes = self._count * self._dtype.itemsize
         source, target = (unowned(np.empty(self._count, self._dtype), base) for base in (FROM_SOURCE, FROM_TARGET))
-        return self._context.compiled(self._signature, nbytes, lambda: self._steps(source, target), self.mailed_nbytes)
-
-    @property
-    def mailed_nbytes(self) -> int:
-        """Bytes of a rank's part of its mailbox."""
-        return self._count * self._dtype.itemsize
+        return self._context.compiled(self._signature, nbytes, lambda: self._steps(source, target), self._mailed_nbytes)
 
     @abstractmethod
     def _run(self, source: Operand, target: Operand) -> None:
@@ -162,40 +159,33 @@ class Mailed(_ThroughBoard):
     There is no barrier: the mailboxes of a call are read until all ranks have entered the next one.
     """
 
-    def __init__(self, context: Context, task: Task, count: int) -> None:
-        super().__init__(context, task, count)
-        _, turns = rooms_of(count * self._dtype.itemsize)
-        self._turns: list[tuple[Array, Callable[[Array], object]] | None] = [None] * (2 * turns)
-
     def _run(self, source: Operand, target: Operand) -> None:
         self._into_any(source.view)(target.view)
 
     def _into_any(self, source: Array) -> Callable[[Array], object]:
         board = self._board
         turns = self._turns
-        many = len(turns)
+        _, rooms = rooms_of(self._mailed_nbytes)
+        last = 2 * rooms - 1
         turn = self._turn
         meet = self._meet
         instruments = self._instruments
 
         def run(target: Array) -> None:
             number = board.counters[0] + 1  # A property would be a call.
-            box, reduce = turns[number % many] or turn(number)
+            box, reduce = turns.get(number & last) or turn(number & last)
             box[...] = source
             meet()
-            reduce(target)
+            reduce(target if target.ndim == 1 else target.reshape(-1))
             if instruments.observers:
                 instruments.step("reduce")
 
         return run
 
     def _turn(self, number: int) -> tuple[Array, Callable[[Array], object]]:
-        """Return this rank's mailbox in the call of a number, and what reduces all."""
-        turn = self._turns[number % len(self._turns)]
-        if turn is None:
-            boxes = self._board.memory.mailboxes(number, self._dtype, self._count)
-            turn = boxes[self._board.index], self._kernels.combine(boxes)
-            self._turns[number % len(self._turns)] = turn
+        """Bind this rank's mailbox in the call of a number, and what reduces all."""
+        boxes = self._board.memory.mailboxes(number, self._dtype, self._count)
+        turn = self._turns[number] = boxes[self._board.index], self._kernels.combine(boxes)
         return turn
 
     def _steps(self, source: Array, target: Array) -> list[Step]:
@@ -233,12 +223,9 @@ class StagedTwoShot(_ThroughBoard):
         # Of each rank: inputs and results of one piece, or of two.
         self._areas = 2 if self._length >= count else 4
         self._room = self._areas * -(-self._length // _ALIGNED) * _ALIGNED
+        self._mailed_nbytes = self._room * self._dtype.itemsize
         self._where = -1, -1
         self._last: dict[int, Staged] = {}  # By turn, bound to the arrays at the last addresses.
-
-    @property
-    def mailed_nbytes(self) -> int:
-        return self._room * self._dtype.itemsize
 
     def _run(self, source: Operand, target: Operand) -> None:
         bound = self.bound(self._board.counters[0] + 1, source.view, target.view)

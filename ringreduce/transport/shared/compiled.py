@@ -262,15 +262,14 @@ class CompiledCall:
         return call
 
     def into_any(self, source: int) -> Callable[[Array], object]:
-        """Return what makes the call from an address to any flat array."""
-        run = self._library.run
+        """Return what makes the call from an address to any contiguous array."""
+        run = self._library.run_into
         plan = self._plan.address
         go_on = self._go_on
 
         def call(result: Array) -> None:
-            target = address_of(result)
-            if code := run(plan, source, target, layout.DONE):
-                go_on(code, source, target)
+            if code := run(plan, source, id(result), layout.DONE):
+                go_on(code, source, address_of(result))
 
         return call
 
