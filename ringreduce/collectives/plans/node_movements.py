@@ -191,6 +191,7 @@ class _Loads(NodePlan):
         self._last: dict[int, _LastLoads] = {}  # By turn.
         self._mailed: list[slice] = []
         self._ready: _CompiledLoads | None = None
+        self._start = source.address
         place = MAILED
         if _is_read(task, context.rank):
             place = context.arena.place(source.address, source.nbytes)
@@ -207,13 +208,38 @@ class _Loads(NodePlan):
             self._run(place)
             return
         target = place(ready.layout.received)
-        if ready.address != target.address and (ready.address >= 0 or self._overlaps(target.view)):
-            self._ready = None
-            self._tried = False
-            self._run(partial(constant, target))
-        elif not ready.call.run(target=target.address):
-            self._ready = None
-            self._load(self._board.memory.published(self._board.number & 1, self._stride - 2), place, self._entry)
+        if ready.address == self._address(target):
+            if not ready.call.run(target=target.address):
+                self._load_elsewhere(place)
+            return
+        self._ready = None
+        self._tried = False
+        self._run(partial(constant, target))
+
+    def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
+        place = partial(constant, target)
+        address = self._address(target)
+
+        def run() -> None:
+            ready = self._ready
+            if ready is None or ready.address != address:
+                self.run(source, place)
+            elif not ready.call.run(target=target.address):
+                self._load_elsewhere(place)
+
+        return run
+
+    def _address(self, target: Operand) -> int:
+        """Return where a result is, if it shares memory with the input; else -1."""
+        start = self._start
+        end = start + self._source.nbytes
+        return target.address if target.address < end and start < target.address + target.nbytes else -1
+
+    def _load_elsewhere(self, place: Place) -> None:
+        """Go on after the rendezvous of a compiled call, as the others have published something else than before."""
+        self._ready = None
+        others = self._board.memory.published(self._board.number & 1, self._stride - 2)
+        self._load(others, place, self._entry)
 
     def _run(self, place: Place) -> None:
         mine = self._entry
@@ -258,7 +284,7 @@ class _Loads(NodePlan):
             self._tried = False
         elif mine is self._entry and not self._tried:  # It may come a third time.
             self._tried = True
-            self._ready = self._compile(layout, others, target.view)
+            self._ready = self._compile(layout, others, target)
         if last is None or last.address != target.address:
             key = (target.address, turn, *others)
             bound = self._bound.get(key)
@@ -278,17 +304,17 @@ class _Loads(NodePlan):
         for call in bound.after:
             call()
 
-    def _compile(self, layout: _Layout, others: list[int], target: Array) -> _CompiledLoads | None:
+    def _compile(self, layout: _Layout, others: list[int], target: Operand) -> _CompiledLoads | None:
         """Return the same, compiled; None: NumPy's path is to be used."""
-        address = address_of(target) if self._overlaps(target) else -1
-        result = unowned(target, FROM_TARGET if address < 0 else address)
+        address = self._address(target)
+        result = unowned(target.view, FROM_TARGET if address < 0 else address)
         place = self._entry.source
 
         places = dict(zip(self._board.peers, others[:: self._stride], strict=True))
         mailed = [count for peer, (count, _) in layout.peers.items() if places[peer] == MAILED]
         if self._mailed:
             mailed.append(self._source.size)
-        rooms = {rooms_of(count * target.itemsize) for count in mailed}
+        rooms = {rooms_of(count * result.itemsize) for count in mailed}
         if len(rooms) > 1:
             return None  # They are in different parts of the mailboxes.
 
@@ -299,11 +325,8 @@ class _Loads(NodePlan):
             return [*copies, ENTER, expect(self._board, others), *loads.calls, *barrier, *loads.after]
 
         nbytes = max(self._source.nbytes, target.nbytes)
-        call = self._context.compiled(self._entry, nbytes, steps, max(mailed, default=0) * target.itemsize)
+        call = self._context.compiled(self._entry, nbytes, steps, max(mailed, default=0) * result.itemsize)
         return None if call is None else _CompiledLoads(call, layout, address)
-
-    def _overlaps(self, target: Array) -> bool:
-        return np.may_share_memory(self._source, target)
 
     def close(self) -> None:
         super().close()
@@ -340,7 +363,7 @@ class _Loads(NodePlan):
         own = layout.own
         after = list[Call]()
         in_its_place = own is not None and address_of(source[own[0]]) == address_of(result[own[1]])
-        if own is not None and published != MAILED and not in_its_place and self._overlaps(result):
+        if own is not None and published != MAILED and not in_its_place and np.may_share_memory(source, result):
             # The others still read what this rank would overwrite.
             final = result
             result = np.empty_like(result)
