@@ -179,7 +179,11 @@ class Context:
     ) -> CompiledCall | None:
         """Return a compiled call on this node, see `compile_call`; None: NumPy's path is to be used."""
         library = self.node.loops.library
-        return None if library is None else compile_call(library, self.board, entry, nbytes, steps(), mailed_nbytes)
+        if library is None:
+            return None
+        return compile_call(
+            library, self.board, entry, nbytes, steps(), mailed_nbytes=mailed_nbytes, threads=self.node.threads
+        )
 
     def link(self, signature: Signature) -> Link:
         """Return how this rank sends, waits and reports in a call.
@@ -315,6 +319,7 @@ class Context:
         """Give back, after a failure, all that messages under way cannot write to."""
         self.waiter.forget()
         self.messages.abandon()
+        self.node.threads.close()
         self.arena.segments.close()
 
     def close(self) -> None:
@@ -323,6 +328,7 @@ class Context:
         self.board.close()
         self.waiter.forget()
         self.messages.close()
+        self.node.threads.close()
         self.arena.segments.close()
 
 

@@ -113,6 +113,9 @@ class Config:
     native: bool = setting("RINGREDUCE_NATIVE", switch, True,
         "0: NumPy copies and adds between ranks of a node; else loops do that Numba compiles once a machine",
         may_differ=True)
+    threads: int | None = setting("RINGREDUCE_THREADS", WholeNumber(1), None,
+        "how many threads of a rank copy and add large arrays in memory that the ranks of a node share",
+        unset="its cores, divided by the ranks that share them, at most 8", may_differ=True)
     segment_nbytes: int = 256 << 10
     # Horovod's 0: nothing is fused. Here a group that holds a byte is closed.
     fusion_nbytes: int = setting("RINGREDUCE_FUSION", parse_nbytes, 1 << 20,

@@ -64,6 +64,8 @@ EXPECT = 4
 #: a flag that this rank has reached the next barrier; and the wait for all others.
 ARRIVE = 5
 AWAIT = 6
+#: The call returns, and goes on behind this step once threads have carried out what belongs here.
+SHARE_OUT = 7
 
 #: What the compiled function returns, and is called with: `DONE`, or where to go on.
 DONE = 0
@@ -73,6 +75,7 @@ UNFINISHED = 3  # so that signals are heard
 MISMATCH = 4  # a member calls something else
 MOVED = 5  # the others' arrays are not where this plan has them; it may go on all the same
 ABSENT = 6  # a member has detached
+SHARED_OUT = 7  # threads are to carry parts out
 
 #: The lines and mailboxes of a board, see `ringreduce.transport.shared.board_memory`.
 LINE_NBYTES = 64

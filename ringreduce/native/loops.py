@@ -57,6 +57,8 @@ from ringreduce.native.layout import (
     ROUND,
     SCRATCH,
     SCRATCH_NBYTES,
+    SHARE_OUT,
+    SHARED_OUT,
     SIGNATURE,
     SIZE,
     UNFINISHED,
@@ -215,6 +217,10 @@ def run(address, source, target, phase, patient):
             counters[BARRIERS] += 1
             store_release(plan[MINE] + BARRIER_LINE * LINE_NBYTES, counters[BARRIERS])
             step += 1
+        elif kind == SHARE_OUT:
+            code = SHARED_OUT
+            step += 1
+            break
         elif kind == AWAIT:
             if not all_there(plan, BARRIER_LINE * LINE_NBYTES, counters[BARRIERS], patient):
                 code = LATE_BARRIER

@@ -284,6 +284,33 @@ def test_long_calls_return_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None
     assert codes.count(layout.UNFINISHED) > 8
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("op", ["sum", "average"])
+def test_threads_change_no_bit(count: int, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads of a rank take parts of large arrays, of any collective, and of small ones if they are told to."""
+    monkeypatch.setattr(compiled, "_SHARED_OUT_NBYTES", 1 << 10)
+
+    def body(comm: rr.Communicator) -> list[bytes]:
+        array, other = (comm.empty(900_003, "float32") for _ in range(2))
+        results = []
+        for step in range(4):
+            array[...] = bits("float32", array.size, comm.rank + step)
+            comm.allreduce(array, out=other, op=op)
+            results += [other.tobytes(), comm.reduce_scatter(array, op=op).tobytes()]
+            results += [comm.broadcast(array, root=1).tobytes(), comm.allgather(array).tobytes()]
+            comm.allreduce(array, out=array, op=op)
+            results.append(array.tobytes())
+        return results
+
+    expected = run_ranks(3, body, config=NUMPY)
+    before = threading.active_count()
+    assert run_ranks(3, body, config=replace(COMPILED, threads=count)) == expected
+    for thread in threading.enumerate():
+        if thread.name == "ringreduce adds":
+            thread.join(10)
+    assert threading.active_count() == before
+
+
 @pytest.mark.parametrize(
     ("triple", "flags"),
     [("aarch64-unknown-linux-gnu", ["ldar", "stlr", "dmb", "isb"]), ("x86_64-unknown-linux-gnu", ["pause"])],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, pairwise
 from operator import setitem
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ringreduce.native import layout
 from ringreduce.native.library import Library
 from ringreduce.transport.shared.board import Board, Signature
 from ringreduce.transport.shared.board_memory import COUNTERS_LINE, NPUBLISHED, STATUS_LINE, rooms_of
+from ringreduce.transport.shared.threads import Threads
 
 _HELD_POLLS = 100  # about 3 us
 _POLLS = 5000  # about 100 us
@@ -26,6 +28,8 @@ _YIELDS = 200  # where ranks outnumber cores
 _AGAIN = 20
 #: From so many bytes on, other threads may compute in Python while this one adds.
 _RELEASED_NBYTES = 64 << 10
+#: From so many bytes on, waking threads costs little beside what they add.
+_SHARED_OUT_NBYTES = 8 << 20
 #: A copy is cut into steps of so many bytes, so that signals are heard.
 _COPIED_NBYTES = 256 << 10
 
@@ -77,12 +81,7 @@ class Reduction:
         if self._plan is None:
             result = unowned(target, layout.FROM_TARGET)
             self._plan = _PlanMemory(self.kernel, _reduction(self, result), len(self.terms))
-        plan = self._plan
-        run = self.kernel.library.run
-        address = address_of(target)
-        code = layout.DONE
-        while code := run(plan.address, 0, address, code):
-            pass
+        self._plan.run(self.kernel.library, 0, address_of(target))
 
 
 class CompiledKernels:
@@ -126,7 +125,9 @@ def compile_call(
     entry: Signature,
     nbytes: int,
     steps: Sequence[Step],
+    *,
     mailed_nbytes: int = 0,
+    threads: Threads | None = None,
 ) -> CompiledCall | None:
     """Compile a call; None: it has a step that is not compiled, as it copies memory of other processes, say.
 
@@ -138,19 +139,20 @@ def compile_call(
         steps: what is done to an array that begins at the address `FROM_SOURCE` or `FROM_TARGET` is done to the source
             or target of a call.
         mailed_nbytes: what `BoardMemory.mailboxes` were asked for.
+        threads: carry out parts of a large call that is bound to where its arrays are; None: nothing is shared out.
     """
     if len(entry.numbers) > NPUBLISHED:
         return None
     kernel = _Kernel(library, (0,) * 5, 0)
-    program: list[int] = []
+    program: list[list[int]] = []
     absent: set[int] = set()
     for step in steps:
         if isinstance(step, list):
-            program += step
+            program.append(step)
         elif not isinstance(step, partial):
             return None
         elif step.func is setitem:
-            program += _copy(step.args[0], step.args[2])
+            program += _copies(step.args[0], step.args[2])
         elif isinstance(step.func, Reduction):
             kernel = step.func.kernel
             program += _reduction(step.func, step.args[0])
@@ -158,29 +160,59 @@ def compile_call(
             (position, _) = step.args
             absent.add(position)
             status = board.memory.others[position] + STATUS_LINE * layout.LINE_NBYTES
-            program += [layout.EXPECT, layout.ABSENT, status, 1, 0]
+            program.append([layout.EXPECT, layout.ABSENT, status, 1, 0])
         else:
             return None
-    plan = _PlanMemory(kernel, program, len(board.members), board, entry, nbytes=nbytes, mailed_nbytes=mailed_nbytes)
-    return CompiledCall(library, board, entry.text, (plan, steps), absent=absent)
+    parts: list[_PlanMemory] = []
+    size = len(board.members)
+    if threads is not None and threads.count > 1 and nbytes >= _SHARED_OUT_NBYTES and not mailed_nbytes:
+        program, shares = _shared_out(program, threads.count)
+        parts = [_PlanMemory(kernel, share, size, nbytes=nbytes) for share in shares]
+    plan = _PlanMemory(kernel, program, size, board, entry, nbytes=nbytes, mailed_nbytes=mailed_nbytes)
+    call = CompiledCall(library, board, entry.text, (plan, steps), absent=absent)
+    if threads is not None:
+        call.shares = partial(_run_parts, threads, library, parts)
+    return call
 
 
-def _copy(target: Array, source: Array) -> list[int]:
+def _run_parts(threads: Threads, library: Library, parts: Sequence[_PlanMemory], source: int, target: int) -> None:
+    threads.run([partial(part.run, library, source, target) for part in parts])
+
+
+def _shared_out(program: list[list[int]], count: int) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Return a program without what several threads can do at once, up to its first barrier; and so many parts of that.
+
+    A reduction and the copies that follow it are one piece; without reductions each copy is.
+    """
+    works = [step[0] in (layout.COPY, layout.REDUCE) for step in program]
+    if True not in works:
+        return program, []
+    begin = works.index(True)
+    end = next((at for at in range(begin, len(works)) if not works[at]), len(works))
+    work = program[begin:end]
+    kind = layout.REDUCE if any(step[0] == layout.REDUCE for step in work) else layout.COPY
+    starts = [at for at, step in enumerate(work) if step[0] == kind or at == 0]
+    bounds = [starts[len(starts) * part // count] for part in range(count)] + [len(work)]
+    parts = [work[low:high] for low, high in pairwise(bounds) if low < high]
+    return [*program[:begin], [layout.SHARE_OUT], *program[end:]], parts
+
+
+def _copies(target: Array, source: Array) -> list[list[int]]:
     assert target.nbytes == source.nbytes
     to = address_of(target)
     of = address_of(source)
-    steps: list[int] = []
-    for start in range(0, target.nbytes, _COPIED_NBYTES):
-        steps += [layout.COPY, to + start, of + start, min(_COPIED_NBYTES, target.nbytes - start)]
-    return steps
+    return [
+        [layout.COPY, to + start, of + start, min(_COPIED_NBYTES, target.nbytes - start)]
+        for start in range(0, target.nbytes, _COPIED_NBYTES)
+    ]
 
 
-def _reduction(reduction: Reduction, target: Array) -> list[int]:
+def _reduction(reduction: Reduction, target: Array) -> list[list[int]]:
     terms = reduction.terms
     if len(terms) == 1:
-        return _copy(target, terms[0])
+        return _copies(target, terms[0])
     count = target.nbytes // reduction.kernel.functions[0]
-    return [layout.REDUCE, count, len(terms), address_of(target), *map(address_of, terms)]
+    return [[layout.REDUCE, count, len(terms), address_of(target), *map(address_of, terms)]]
 
 
 class _PlanMemory:
@@ -189,7 +221,7 @@ class _PlanMemory:
     def __init__(
         self,
         kernel: _Kernel,
-        program: list[int],
+        program: Iterable[list[int]],
         size: int,
         board: Board | None = None,
         entry: Signature | None = None,
@@ -197,7 +229,7 @@ class _PlanMemory:
         mailed_nbytes: int = 0,
     ) -> None:
         lines = [] if board is None else board.memory.others
-        rest = [*lines, *program, layout.END]
+        rest = [*lines, *chain.from_iterable(program), layout.END]
         self._memory = np.zeros(layout.FIELDS + len(rest), np.int64)
         self.address = address_of(self._memory)
         fields = dict(zip(_KERNEL_FIELDS, kernel.functions, strict=True))
@@ -228,12 +260,22 @@ class _PlanMemory:
         self._memory[list(fields)] = list(fields.values())
         self._memory[layout.FIELDS :] = rest
 
+    def run(self, library: Library, source: int, target: int) -> None:
+        """Run a program without a rendezvous."""
+        code = layout.DONE
+        while code := library.run(self.address, source, target, code):
+            pass
+
 
 _KERNEL_FIELDS = layout.ITEMSIZE, layout.PAIR, layout.FINISH, layout.GROW, layout.ROUND
 
 
 class CompiledCall:
-    """A call on one node: its plan, and what goes on with it after a long wait."""
+    """A call on one node: its plan, and what goes on with it after a long wait.
+
+    Attributes:
+        shares: carries out what the program shares out, given the addresses of source and target.
+    """
 
     def __init__(
         self,
@@ -248,6 +290,7 @@ class CompiledCall:
         self._text = text
         self._plan, self._steps = plan  # All memory whose addresses these have lives as long as this.
         self._absent = sorted(absent)
+        self.shares: Callable[[int, int], object] = max  # never called, unless the program shares something out
 
     def bound(self, source: int, target: int) -> Callable[[], object]:
         """Return what makes the call from one address to another."""
@@ -297,6 +340,8 @@ class CompiledCall:
         while code not in (layout.DONE, layout.MOVED):
             if code == layout.MISMATCH:
                 board.disagree(self._text)
+            if code == layout.SHARED_OUT:
+                self.shares(source, target)
             if code == layout.ABSENT:
                 for position in self._absent:
                     board.require_present(position, self._text)

@@ -22,11 +22,14 @@ from ringreduce.transport.shared.arena import Arena, Block, memory_nbytes
 from ringreduce.transport.shared.board import Board, allocate_part
 from ringreduce.transport.shared.private import PrivateMemory
 from ringreduce.transport.shared.segments import PrivateSegments, Segments
+from ringreduce.transport.shared.threads import Threads
 from ringreduce.transport.waiting import Waiter
 
 _log = logging.getLogger(__name__)
 
 _SECRET_NBYTES = 32
+#: Adding takes the memory's rate, which a few cores reach.
+_MOST_THREADS = 8
 #: Results of all ranks of a node may take this part of the memory, if the settings do not say otherwise: a quarter.
 _RESULTS_SHARE = 4
 
@@ -41,6 +44,7 @@ class Node:
         arena: where communication buffers come from; peers of the node can map them.
         board: of the ranks of the node.
         loops: what is compiled, or why NumPy's path is to be used.
+        threads: carry out parts of large compiled calls.
     """
 
     topology: Topology
@@ -48,6 +52,7 @@ class Node:
     arena: Arena
     board: Board
     loops: Loops
+    threads: Threads
 
 
 def join(
@@ -79,6 +84,8 @@ def join(
     hosts = topology = Topology.from_hosts((facts["host"], rank // node_size) for rank, facts in enumerate(everyone))
     members = hosts.node_of(messages.rank)
     waiter.crowded = len(members) > len({core for member in members for core in everyone[member]["cores"]})
+    sharing = sum(not set(cores).isdisjoint(everyone[member]["cores"]) for member in members)
+    threads = config.threads or max(1, min(_MOST_THREADS, len(cores) // sharing))
     results_nbytes = config.results_nbytes
     if results_nbytes is None:
         results_nbytes = memory_nbytes() // (_RESULTS_SHARE * len(members))
@@ -108,7 +115,7 @@ def join(
         compiled = Loops(why_not=f"of {name_ranks(lacking)}: {reasons[lacking[0]]}", failed=True)
     if compiled.failed and messages.rank == members[0]:
         _log.warning("NumPy copies and adds between ranks of a node, which takes longer: %s", compiled.why_not)
-    return Node(topology, hosts, arena, board=board, loops=compiled)
+    return Node(topology, hosts, arena, board=board, loops=compiled, threads=Threads(threads))
 
 
 def _is_text(answer: Any) -> bool:
