@@ -71,14 +71,14 @@ class Runner:
         self._repeats = context.plans.repeats
         self._instruments = context.instruments
         library = context.node.loops.library
-        self._is_same: Callable[[int], int] | None = None if library is None else library.is_same
+        self._is_same: Callable[[int], int] = _never_asked if library is None else library.is_same
 
     def run(self, call: Call) -> Any:
         """Make a call that is a value."""
         collective = call.collective.value
         if call.splits is None and not (call.deterministic or call.compression or call.weights):
             return self.make(collective, call.array, call.out, op=call.op, algorithm=call.algorithm, root=call.root)
-        return self._state.call(collective, self._perform, call)
+        return self._make_anew(call)
 
     def make(
         self, collective: str, array: Any, out: Any, op: Any = None, algorithm: str | None = None, root: Any = 0
@@ -89,40 +89,36 @@ class Runner:
         """
         repeat = self._repeats.get((id(array), id(out), collective, root)) if type(root) is int else None
         instruments = self._instruments
+        if repeat is None or instruments.observers or self._plans.crowded:  # To repeat may make plans, too.
+            return self._make_anew(Call(_COLLECTIVES[collective], array, out, op=op, root=root, algorithm=algorithm))
+        known_op, known_algorithm, is_array, is_out, found, run, tally, nbytes, counts_result, _, _ = repeat
         if (
-            repeat is None
-            or repeat.op is not op
-            or repeat.algorithm is not algorithm
-            or not (
-                self._is_same(repeat.unchanged)
-                if repeat.unchanged and self._is_same
-                else repeat.is_array(array) and (repeat.is_out is None or repeat.is_out(out))
-            )
-            or instruments.observers
-            or self._plans.crowded  # A repeat into a new array makes plans, too.
+            known_op is not op
+            or known_algorithm is not algorithm
+            or not (self._is_same(found) if found else is_array(array) and (is_out is None or is_out(out)))
         ):
-            call = Call(_COLLECTIVES[collective], array, out, op=op, root=root, algorithm=algorithm)
-            return self._state.call(collective, self._perform, call)
+            return self._make_anew(Call(_COLLECTIVES[collective], array, out, op=op, root=root, algorithm=algorithm))
         state = self._state
-        tally = repeat.tally
-        nbytes = repeat.nbytes
         begun = state.calls.counters[0]  # a property would be a call
         started = perf_counter()
         record: list[Any] = [started, 0.0, collective, nbytes]
         instruments.calls.append(record)
         try:
-            repeated = state.quiet.run(repeat.run)
+            repeated = state.quiet.run(run)
         except BaseException as error:
             state.end(collective, error, begun)
             raise
         result = repeated if out is None else out
-        if repeat.counts_result:
+        if counts_result:
             record[3] = nbytes = result.nbytes
         tally.calls += 1
         tally.nbytes += nbytes
         record[1] = ended = perf_counter()
         tally.seconds += ended - started
         return result
+
+    def _make_anew(self, call: Call) -> Any:
+        return self._state.call(call.collective.value, self._perform, call)
 
     def _perform(self, call: Call) -> Any:
         """Check, choose, plan and run a call; remember how to repeat it."""
@@ -279,7 +275,7 @@ class Runner:
 
         counts_result = prepared.counts_result and call.out is None
         kept = None
-        if self._is_same is not None and array is not None:
+        if self._is_same is not _never_asked and array is not None:
             kept = unchanged(array) if out is None or out is array else unchanged(array, out)
         repeats[key] = RepeatedCall(
             call.op,
@@ -413,6 +409,10 @@ class Runner:
             self._state.fail(error)
             raise
         return (call if result is None else call._replace(out=result.out)), text
+
+
+def _never_asked(_: int) -> int:
+    raise AssertionError
 
 
 class _CopyPlan(BoundCall):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -273,9 +274,12 @@ class Plan:
     """
 
     def __init__(self, communicator: Communicator, engine: Engine, call: Call) -> None:
-        self._communicator = communicator
         self._engine = engine
         self._call, self._text = communicator.plan(call)
+        made = self._call
+        self._make = partial(
+            communicator.make, made.collective.value, made.array, made.out, made.op, made.algorithm, made.root
+        )
         self._name = engine.new_name(f"the plan of {self._text}")
         self._under_way: Operation | None = None
         self._open = True
@@ -286,8 +290,9 @@ class Plan:
 
     def run(self) -> Any:
         """Carry the collective out, and return the result. Collective."""
-        self._require_idle()
-        return self._communicator.run(self._call)
+        if self._under_way is not None or not self._open:
+            self._require_idle()
+        return self._make()
 
     def start(self) -> None:
         """Begin the collective, on all ranks; returns at once. The arrays must not be used until `wait` returns."""
@@ -315,6 +320,7 @@ class Plan:
             self.wait()
         self._open = False
         self._call = self._call._replace(array=None, out=None)
+        del self._make
 
     def _require_idle(self) -> None:
         if not self._open:
