@@ -22,7 +22,6 @@ from ringreduce.common.processes import pid_namespace
 from ringreduce.doctor.bindings import Binding
 from ringreduce.gpu.inventory import Inventory, take_inventory
 from ringreduce.launcher.mpirun import clash, find
-from ringreduce.native.cache import loops
 from ringreduce.transport.shared.segments import MemfdSegments
 
 _CHILD_S = 30.0  # for what is looked at in a process of its own
@@ -125,7 +124,6 @@ class Facts:
             empty where it finds none, and then ``no_mpirun`` says why.
         mpi: the MPI library; None without mpi4py.
         unshareable: why this process cannot lend memory to another, empty if it can.
-        loops: why nothing is compiled; empty where it is.
         shm_nbytes: the size of /dev/shm.
         gpu: what there is of NVIDIA.
         world: what `ringreduce.init` did.
@@ -149,7 +147,6 @@ class Facts:
     no_mpirun: str = ""
     mpi: Mpi | None = None
     unshareable: str = ""
-    loops: str = ""
     shm_nbytes: int = 0
     gpu: Inventory = field(default_factory=Inventory)
     world: WorldFacts = field(default_factory=WorldFacts)
@@ -194,7 +191,6 @@ def collect(world: WorldFacts, rank: int, foreign: Mpi | None = None, environ: M
             if name.startswith(("RINGREDUCE_", "HOROVOD_")) or name in _OTHER_VARIABLES
         },
         unshareable=_lend(),
-        loops=loops(world.config.caches).why_not if world.config.native else "RINGREDUCE_NATIVE is 0",
         shm_nbytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         gpu=take_inventory(),
         world=world,

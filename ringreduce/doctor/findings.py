@@ -307,17 +307,6 @@ def _node_map(ranks: Sequence[Facts]) -> Finding:
     return Finding("nodes", text if len(counts) == 1 else f"{text} (unequal: some algorithms are left out)")
 
 
-@_each
-def _loops(facts: Facts) -> Finding:
-    topic = "loops"
-    if not facts.loops:
-        return Finding(topic, f"compiled by Numba {_version(facts, 'numba')}")
-    if "RINGREDUCE_NATIVE" in facts.environ:
-        return Finding(topic, f"NumPy's: {facts.loops}")
-    remedy = "Small calls between ranks of a node take twice as long: pip install numba."
-    return Finding(topic, f"NumPy's: {facts.loops}", level="warning", remedy=remedy)
-
-
 def _shared_memory(ranks: Sequence[Facts]) -> Finding | None:
     topic = "shared memory"
     world = ranks[0].world
@@ -462,12 +451,13 @@ _SECTIONS: dict[str, tuple[_Check, ...]] = {
     "Software": (
         _package("Python", "?"),
         _package("numpy", "?"),
+        _package("numba", "not installed, so NumPy adds between ranks of a node, and small calls take twice as long"),
         *map(_framework, FRAMEWORKS),
         _package("mpi4py", "not installed"),
     ),
     "Bindings": tuple(map(_private_parts, PRIVATE)),
     "MPI": (_start, _remarks, _mpi_library, _launcher, _root, _thread_level, _faults),
-    "Machines": (_node_map, _cores, _threads, _shared_memory, _shm, _loops),
+    "Machines": (_node_map, _cores, _threads, _shared_memory, _shm),
     "Settings": (_variables, _timeouts, _tuning),
     "GPU": (_gpus, _cuda_software, _sharing, _cuda_aware),
 }

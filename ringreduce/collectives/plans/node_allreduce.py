@@ -26,11 +26,18 @@ from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.plans.bound import BlockMemory
 from ringreduce.collectives.plans.through_board import OnArrays, Staged
 from ringreduce.common.partition import Partition
-from ringreduce.native.layout import FROM_SOURCE, FROM_TARGET
 from ringreduce.transport.shared.arena import NOWHERE
 from ringreduce.transport.shared.board import Signature
 from ringreduce.transport.shared.board_memory import MAILED_NBYTES, TURNS, rooms_of
-from ringreduce.transport.shared.compiled import ENTER, CompiledCall, CompiledKernels, Step, expect
+from ringreduce.transport.shared.compiled import (
+    ENTER,
+    CompiledCall,
+    CompiledKernels,
+    Step,
+    expect,
+    of_any_source,
+    of_any_target,
+)
 
 #: Up to this size, NumPy copies private arrays to where the others read, and from there, at less cost than the system
 #: copies them; or of a pair, if either the source or the target is private. Compiled, that is quicker at all sizes.
@@ -119,7 +126,8 @@ class _ThroughBoard(BoundCall):
         if not isinstance(self._kernels, CompiledKernels):
             return None
         nbytes = self._count * self._dtype.itemsize
-        source, target = (unowned(np.empty(self._count, self._dtype), base) for base in (FROM_SOURCE, FROM_TARGET))
+        shape = np.empty(self._count, self._dtype)
+        source, target = of_any_source(shape), of_any_target(shape)
         return self._context.compiled(self._signature, nbytes, lambda: self._steps(source, target), self._mailed_nbytes)
 
     @abstractmethod

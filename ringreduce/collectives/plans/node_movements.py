@@ -5,9 +5,8 @@ Reductions to a root that are large are shared out: every rank reduces a block, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +17,12 @@ from ringreduce.collectives.call import Task
 from ringreduce.collectives.context import BINDINGS, LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.plan import BoundCall, Place, constant
 from ringreduce.collectives.plans.bound import BlockMemory
-from ringreduce.collectives.rows import agreed_part, part_of, received_rows, rows_for
-from ringreduce.common.partition import Partition, Segment
-from ringreduce.native.layout import FROM_TARGET
+from ringreduce.collectives.plans.layouts import LAYOUTS, Layout, is_read, parts_for_others
+from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
 from ringreduce.transport.shared.board import Signature
 from ringreduce.transport.shared.board_memory import MAILED_NBYTES, TURNS, rooms_of
-from ringreduce.transport.shared.compiled import ARRIVE, BARRIER, ENTER, CompiledCall, Step, expect
+from ringreduce.transport.shared.compiled import ARRIVE, BARRIER, ENTER, CompiledCall, Step, expect, of_any_target
 from ringreduce.transport.shared.private import PrivateMemory
 
 #: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
@@ -118,24 +116,6 @@ class _ToRoot(NodePlan):
         return context.bind_on_node(self._task, "two_shot", blocks, memory=memory)
 
 
-class _Layout(NamedTuple):
-    """Where blocks are, once each rank knows how much the others give.
-
-    Attributes:
-        received: the rows that come from each rank; of a scatter, what `agreed_part` returns.
-        own: what this rank copies from its input to its result: slices of both; None: nothing.
-        mine: where blocks are in this rank's input, if they are reduced.
-        result: where they are in its result.
-        peers: by rank, (elements, blocks) of each input that this rank loads from.
-    """
-
-    received: list[int]
-    own: tuple[slice, slice] | None
-    mine: Segment
-    result: Segment
-    peers: Mapping[int, tuple[int, Segment]]
-
-
 class _BoundLoads(NamedTuple):
     """What a rank does after the rendezvous.
 
@@ -154,7 +134,7 @@ class _LastLoads(NamedTuple):
     """What the last call of a turn has found: what the others have published, and the address of the result."""
 
     others: list[int]
-    layout: _Layout
+    layout: Layout
     address: int
     bound: _BoundLoads
 
@@ -169,7 +149,7 @@ class _CompiledLoads(NamedTuple):
     """
 
     call: CompiledCall
-    layout: _Layout
+    layout: Layout
     address: int
 
 
@@ -187,17 +167,19 @@ class _Loads(NodePlan):
 
     def __init__(self, context: Context, task: Task, source: Operand, numbers: tuple[int, ...]) -> None:
         self._stride = 2 + len(numbers)  # How many numbers each of the others publishes.
-        self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # Layouts by the numbers of the others.
+        self._layouts: dict[tuple[tuple[int, ...], ...], Layout] = {}  # Layouts by the numbers of the others.
         self._last: dict[int, _LastLoads] = {}  # By turn.
         self._mailed: list[slice] = []
         self._ready: _CompiledLoads | None = None
         self._start = source.address
         place = MAILED
-        if _is_read(task, context.rank):
+        if is_read(task, context.rank):
             place = context.arena.place(source.address, source.nbytes)
             if source.nbytes <= (_MAILED_NBYTES if place >= 0 else MAILED_NBYTES):
                 place = MAILED
-                self._mailed = _parts_for_others(task, context, source.view.size, numbers=numbers)
+                self._mailed = parts_for_others(
+                    task, context.rank, source.view.size, numbers=numbers, size=context.topology.size
+                )
         self._copies: dict[int, list[Call]] = {}  # By turn, to the mailbox.
         entry = Signature(task.signature.text, task.signature.code, place, numbers=numbers)
         super().__init__(context, task, source, entry)
@@ -304,10 +286,10 @@ class _Loads(NodePlan):
         for call in bound.after:
             call()
 
-    def _compile(self, layout: _Layout, others: list[int], target: Operand) -> _CompiledLoads | None:
+    def _compile(self, layout: Layout, others: list[int], target: Operand) -> _CompiledLoads | None:
         """Return the same, compiled; None: NumPy's path is to be used."""
         address = self._address(target)
-        result = unowned(target.view, FROM_TARGET if address < 0 else address)
+        result = of_any_target(target.view) if address < 0 else unowned(target.view, address)
         place = self._entry.source
 
         places = dict(zip(self._board.peers, others[:: self._stride], strict=True))
@@ -334,7 +316,7 @@ class _Loads(NodePlan):
         self._last.clear()
         self._ready = None
 
-    def _lay_out(self, others: list[int]) -> _Layout:
+    def _lay_out(self, others: list[int]) -> Layout:
         """Return where blocks are, given what the other ranks have published; remember it."""
         theirs = tuple([(*others[start + 2 : start + self._stride],) for start in range(0, len(others), self._stride)])
         layout = self._layouts.get(theirs)
@@ -343,11 +325,11 @@ class _Loads(NodePlan):
             everyone = [*theirs[:rank], self._entry.numbers, *theirs[rank:]]
             if len(self._layouts) >= BINDINGS:
                 self._layouts.clear()
-            lay_out = _LAYOUTS[self._task.kind.collective]
+            lay_out = LAYOUTS[self._task.kind.collective]
             layout = self._layouts[theirs] = lay_out(self._task, rank, self._source.size, everyone)
         return layout
 
-    def _bind(self, layout: _Layout, others: list[int], result: Array, published: int, turn: int) -> _BoundLoads:
+    def _bind(self, layout: Layout, others: list[int], result: Array, published: int, turn: int) -> _BoundLoads:
         """Bind what loads into a result.
 
         Args:
@@ -395,103 +377,3 @@ class _Loads(NodePlan):
         calls += context.bind_on_node(self._task, self._task.choice.algorithm, layout.mine, memory=memory)
         some_wait = any(place != MAILED for place in (published, *others[:: self._stride]))
         return _BoundLoads(calls + present, some_wait, after)
-
-
-def _is_read(task: Task, rank: int) -> bool:
-    """Return whether other ranks load from this rank's input."""
-    collective = task.kind.collective
-    if collective in (Collective.BROADCAST, Collective.SCATTER):
-        return rank == task.kind.root
-    return not collective.rooted or rank != task.kind.root
-
-
-def _parts_for_others(task: Task, context: Context, count: int, numbers: tuple[int, ...]) -> list[slice]:
-    """Return the parts of this rank's input that other ranks load."""
-    collective = task.kind.collective
-    if collective is Collective.REDUCE_SCATTER:
-        own = Partition.of_sizes(task.kind.counts).segment[context.rank]
-    elif collective is Collective.ALLTOALL:
-        own = _sent(task, numbers, context.topology.size).segment[context.rank]
-    else:
-        own = slice(0, 0)
-    return [part for part in (slice(0, own.start), slice(own.stop, count)) if part.start < part.stop]
-
-
-def _lay_out_broadcast(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
-    whole = slice(0, count)
-    root = task.kind.root
-    peers = {} if rank == root else {root: (count, (whole,))}
-    return _Layout([], own=(whole, whole) if rank == root else None, mine=(whole,), result=(whole,), peers=peers)
-
-
-def _lay_out_reduce(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
-    whole = slice(0, count)
-    root = task.kind.root
-    if rank != root:
-        return _Layout([], own=None, mine=(whole,), result=(slice(0, 0),), peers={})
-    peers = {peer: (count, (whole,)) for peer in range(len(numbers)) if peer != root}
-    return _Layout([], own=None, mine=(whole,), result=(whole,), peers=peers)
-
-
-def _lay_out_reduce_scatter(task: Task, rank: int, count: int, _: Sequence[tuple[int, ...]]) -> _Layout:
-    blocks = Partition.of_sizes(task.kind.counts).segment
-    result = tuple(slice(0, count if block == rank else 0) for block, count in enumerate(task.kind.counts))
-    peers = {peer: (count, blocks) for peer in range(len(task.kind.counts)) if peer != rank}
-    return _Layout([], own=None, mine=blocks, result=result, peers=peers)
-
-
-def _lay_out_allgather(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
-    rows = received_rows(task.signature.text, numbers, rank)
-    counts = [count * task.kind.row for count in rows]
-    result = Partition.of_sizes(counts).segment
-    # A peer publishes its own block alone.
-    peers = {peer: (count, (slice(0, count),) * len(counts)) for peer, count in enumerate(counts) if peer != rank}
-    return _Layout(rows, own=(slice(0, counts[rank]), result[rank]), mine=result, result=result, peers=peers)
-
-
-def _lay_out_gather(task: Task, rank: int, count: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
-    if rank == task.kind.root:
-        return _lay_out_allgather(task, rank, count, numbers=numbers)
-    nothing = (slice(0, 0),) * len(numbers)
-    return _Layout(
-        received_rows(task.signature.text, numbers, task.kind.root), own=None, mine=nothing, result=nothing, peers={}
-    )
-
-
-def _lay_out_scatter(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
-    """Return where parts are, in bytes."""
-    part = agreed_part(task.signature.text, numbers, task.kind.root)
-    shape, dtype = part_of(part)
-    nbytes = prod(shape) * dtype.itemsize
-    blocks = Partition.of_sizes([nbytes] * len(numbers)).segment
-    result = tuple(slice(0, nbytes if block == rank else 0) for block in range(len(numbers)))
-    if rank == task.kind.root:
-        return _Layout(part, own=(blocks[rank], slice(0, nbytes)), mine=blocks, result=result, peers={})
-    return _Layout(part, own=None, mine=result, result=result, peers={task.kind.root: (nbytes * len(numbers), blocks)})
-
-
-def _sent(task: Task, numbers: tuple[int, ...], size: int) -> Partition:
-    """Return what a rank with these numbers sends to each rank of an alltoall."""
-    return Partition.of_sizes([rows_for(numbers, to) * task.kind.row for to in range(size)])
-
-
-def _lay_out_alltoall(task: Task, rank: int, _: int, numbers: Sequence[tuple[int, ...]]) -> _Layout:
-    rows = received_rows(task.signature.text, numbers, rank)
-    ranks = range(len(numbers))
-    sending = [_sent(task, counts, len(numbers)) for counts in numbers]
-    receiving = Partition.of_sizes([count * task.kind.row for count in rows]).segment
-    nothing = (slice(0, 0),) * len(numbers)
-    peers = {peer: (sending[peer].bounds[-1], sending[peer].segment + nothing) for peer in ranks if peer != rank}
-    own = sending[rank].segment[rank], receiving[rank]
-    return _Layout(rows, own=own, mine=nothing + receiving, result=nothing + receiving, peers=peers)
-
-
-_LAYOUTS: dict[Collective, Callable[[Task, int, int, Sequence[tuple[int, ...]]], _Layout]] = {
-    Collective.BROADCAST: _lay_out_broadcast,
-    Collective.REDUCE: _lay_out_reduce,
-    Collective.REDUCE_SCATTER: _lay_out_reduce_scatter,
-    Collective.ALLGATHER: _lay_out_allgather,
-    Collective.GATHER: _lay_out_gather,
-    Collective.SCATTER: _lay_out_scatter,
-    Collective.ALLTOALL: _lay_out_alltoall,
-}

@@ -42,7 +42,7 @@ ARRIVE = [layout.ARRIVE]
 BARRIER = [layout.ARRIVE, layout.AWAIT]
 
 
-class _Kernel(NamedTuple):
+class _Functions(NamedTuple):
     """What reduces numbers.
 
     Attributes:
@@ -56,7 +56,7 @@ class _Kernel(NamedTuple):
     divisor: int
 
 
-class Reduction:
+class CompiledReduction:
     """Reduces terms, flat and contiguous, in their order, into an array, which may be one of them.
 
     Args:
@@ -66,7 +66,7 @@ class Reduction:
     """
 
     def __init__(
-        self, kernel: _Kernel, terms: Sequence[Array], by_numpy: Callable[[], Callable[[Array], object]]
+        self, kernel: _Functions, terms: Sequence[Array], by_numpy: Callable[[], Callable[[Array], object]]
     ) -> None:
         self.kernel = kernel
         self.terms = terms
@@ -79,8 +79,7 @@ class Reduction:
             self._by_numpy = None
             return
         if self._plan is None:
-            result = unowned(target, layout.FROM_TARGET)
-            self._plan = _PlanMemory(self.kernel, _reduction(self, result), len(self.terms))
+            self._plan = _PlanMemory(self.kernel, _reduction(self, of_any_target(target)), len(self.terms))
         self._plan.run(self.kernel.library, 0, address_of(target))
 
 
@@ -96,12 +95,22 @@ class CompiledKernels:
 
     def __init__(self, library: Library, dtype: str, op: str, *, size: int, by_numpy: Kernels) -> None:
         self._by_numpy = by_numpy
-        self._whole = _Kernel(library, library.kernels[dtype, op], size)
-        self._part = _Kernel(library, library.kernels[dtype, "sum" if op == "average" else op], size)
+        self._whole = _Functions(library, library.kernels[dtype, op], size)
+        self._part = _Functions(library, library.kernels[dtype, "sum" if op == "average" else op], size)
 
     def combine(self, sources: Sequence[Array], *, complete: bool = True) -> Callable[[Array], object]:
         by_numpy = partial(self._by_numpy.combine, sources, complete=complete)
-        return Reduction(self._whole if complete else self._part, sources, by_numpy)
+        return CompiledReduction(self._whole if complete else self._part, sources, by_numpy)
+
+
+def of_any_source(array: Array) -> Array:
+    """Return what the steps of a call have in place of its source, if they are for any; of such a shape and dtype."""
+    return unowned(array, layout.FROM_SOURCE)
+
+
+def of_any_target(array: Array) -> Array:
+    """Return the same in place of its target."""
+    return unowned(array, layout.FROM_TARGET)
 
 
 def expect(board: Board, others: Sequence[int]) -> list[int]:
@@ -136,14 +145,13 @@ def compile_call(
         board: the ranks.
         entry: what this one publishes.
         nbytes: of the call.
-        steps: what is done to an array that begins at the address `FROM_SOURCE` or `FROM_TARGET` is done to the source
-            or target of a call.
+        steps: in order; on arrays, or on `of_any_source` and `of_any_target`.
         mailed_nbytes: what `BoardMemory.mailboxes` were asked for.
         threads: carry out parts of a large call that is bound to where its arrays are; None: nothing is shared out.
     """
     if len(entry.numbers) > NPUBLISHED:
         return None
-    kernel = _Kernel(library, (0,) * 5, 0)
+    kernel = _Functions(library, (0,) * 5, 0)
     program: list[list[int]] = []
     absent: set[int] = set()
     for step in steps:
@@ -153,7 +161,7 @@ def compile_call(
             return None
         elif step.func is setitem:
             program += _copies(step.args[0], step.args[2])
-        elif isinstance(step.func, Reduction):
+        elif isinstance(step.func, CompiledReduction):
             kernel = step.func.kernel
             program += _reduction(step.func, step.args[0])
         elif step.func == board.require_present:
@@ -207,7 +215,7 @@ def _copies(target: Array, source: Array) -> list[list[int]]:
     ]
 
 
-def _reduction(reduction: Reduction, target: Array) -> list[list[int]]:
+def _reduction(reduction: CompiledReduction, target: Array) -> list[list[int]]:
     terms = reduction.terms
     if len(terms) == 1:
         return _copies(target, terms[0])
@@ -220,7 +228,7 @@ class _PlanMemory:
 
     def __init__(
         self,
-        kernel: _Kernel,
+        kernel: _Functions,
         program: Iterable[list[int]],
         size: int,
         board: Board | None = None,
