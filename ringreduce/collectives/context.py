@@ -39,7 +39,7 @@ from ringreduce.transport.shared.compiled import (
     ENTER,
     CompiledCall,
     CompiledKernels,
-    Step,
+    Instruction,
     compile_call,
     expect,
 )
@@ -175,14 +175,14 @@ class Context:
         return kernels
 
     def compiled(
-        self, entry: Signature, nbytes: int, steps: Callable[[], Sequence[Step]], mailed_nbytes: int = 0
+        self, entry: Signature, nbytes: int, instructions: Callable[[], Sequence[Instruction]], mailed_nbytes: int = 0
     ) -> CompiledCall | None:
         """Return a compiled call on this node, see `compile_call`; None: NumPy's path is to be used."""
         library = self.node.loops.library
         if library is None:
             return None
         return compile_call(
-            library, self.board, entry, nbytes, steps(), mailed_nbytes=mailed_nbytes, threads=self.node.threads
+            library, self.board, entry, nbytes, instructions(), mailed_nbytes=mailed_nbytes, threads=self.node.threads
         )
 
     def link(self, signature: Signature) -> Link:

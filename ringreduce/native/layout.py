@@ -1,8 +1,8 @@
-"""What the compiled function finds where: the fields of a plan, the steps of its program, and what it returns.
+"""What the compiled function finds where: the fields of a plan, the instructions of its program, and what it returns.
 
 A plan is an array of 64-bit integers: fields, line 0 of each other member's board in the order of members, and a
-program. That is a list of steps: each is a number of those below, and what belongs to it. An address in a step is so
-many bytes from a base, which is in its upper bits.
+program. That is a list of instructions: each is a number of those below, and what belongs to it. An address in an
+instruction is so many bytes from a base, which is in its upper bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FROM_TARGET = 2 << ADDRESS_BITS
 FROM_MAILBOX = 3 << ADDRESS_BITS
 FROM_LINE = 4 << ADDRESS_BITS
 
-#: The steps. The end of a program;
+#: The instructions. The end of a program;
 END = 0
 #: a copy: target, source, bytes;
 COPY = 1
@@ -64,7 +64,7 @@ EXPECT = 4
 #: a flag that this rank has reached the next barrier; and the wait for all others.
 ARRIVE = 5
 AWAIT = 6
-#: The call returns, and goes on behind this step once threads have carried out what belongs here.
+#: The call returns, and goes on behind this instruction once threads have carried out what belongs here.
 SHARE_OUT = 7
 
 #: What the compiled function returns, and is called with: `DONE`, or where to go on.

@@ -80,7 +80,7 @@ def words(address):
 
 @njit
 def place(plan, word):
-    """Return the address in a step."""
+    """Return the address in an instruction."""
     return plan[BASES + (word >> ADDRESS_BITS)] + (word & (FROM_SOURCE - 1))
 
 
@@ -128,16 +128,16 @@ def alike(plan, line):
 
 
 @njit
-def reduce(plan, step):
+def reduce(plan, at):
     """Reduce numbers in the order of terms.
 
     Sums of three or more terms grow in scratch, so that a term that is still to come is not overwritten.
     """
-    count = plan[step + 1]
-    size = plan[step + 2]
+    count = plan[at + 1]
+    size = plan[at + 2]
     divisor = plan[DIVISOR]
-    target = place(plan, plan[step + 3])
-    terms = step + 4
+    target = place(plan, plan[at + 3])
+    terms = at + 4
     scratch = plan[SCRATCH]
     itemsize = plan[ITEMSIZE]
     wide = plan[GROW] != 0
@@ -162,12 +162,12 @@ def reduce(plan, step):
 
 
 @njit
-def is_expected(plan, step):
-    """Return whether numbers in memory are what a step expects."""
+def is_expected(plan, at):
+    """Return whether numbers in memory are what an instruction expects."""
     fence()
-    found = words(place(plan, plan[step + 2]))
-    for i in range(plan[step + 3]):  # noqa: SIM110
-        if found[i] != plan[step + 4 + i]:
+    found = words(place(plan, plan[at + 2]))
+    for i in range(plan[at + 3]):  # noqa: SIM110
+        if found[i] != plan[at + 4 + i]:
             return False
     return True
 
@@ -184,19 +184,19 @@ def run(address, source, target, phase, patient):
         plan[BASES + 3] = (number & 1) * MAILBOX_NBYTES + ((number >> 1) & (plan[ROOMS] - 1)) * plan[ROOM]
         plan[BASES + 4] = (number & 1) * LINE_NBYTES
         plan[NEXT] = FIELDS + plan[SIZE] - 1
-    step = plan[NEXT]
+    at = plan[NEXT]
     nbytes = 0
     code = DONE
     while nbytes < _MOST_NBYTES:
-        kind = plan[step]
+        kind = plan[at]
         if kind == COPY:
-            copy(place(plan, plan[step + 1]), place(plan, plan[step + 2]), plan[step + 3])
-            nbytes += plan[step + 3]
-            step += 4
+            copy(place(plan, plan[at + 1]), place(plan, plan[at + 2]), plan[at + 3])
+            nbytes += plan[at + 3]
+            at += 4
         elif kind == REDUCE:
-            reduce(plan, step)
-            nbytes += plan[step + 1] * plan[ITEMSIZE]
-            step += 4 + plan[step + 2]
+            reduce(plan, at)
+            nbytes += plan[at + 1] * plan[ITEMSIZE]
+            at += 4 + plan[at + 2]
         elif kind == ENTER:
             if phase != LATE_ENTRY:
                 publish(plan, counters)
@@ -206,32 +206,32 @@ def run(address, source, target, phase, patient):
                 break
             if not alike(plan, line):
                 return MISMATCH
-            step += 1
+            at += 1
         elif kind == EXPECT:
-            if not is_expected(plan, step):
-                code = plan[step + 1]
-                step += 4 + plan[step + 3]
+            if not is_expected(plan, at):
+                code = plan[at + 1]
+                at += 4 + plan[at + 3]
                 break
-            step += 4 + plan[step + 3]
+            at += 4 + plan[at + 3]
         elif kind == ARRIVE:
             counters[BARRIERS] += 1
             store_release(plan[MINE] + BARRIER_LINE * LINE_NBYTES, counters[BARRIERS])
-            step += 1
+            at += 1
         elif kind == SHARE_OUT:
             code = SHARED_OUT
-            step += 1
+            at += 1
             break
         elif kind == AWAIT:
             if not all_there(plan, BARRIER_LINE * LINE_NBYTES, counters[BARRIERS], patient):
                 code = LATE_BARRIER
                 break
-            step += 1
+            at += 1
         else:
             return DONE
         phase = DONE
     else:
         code = UNFINISHED
-    plan[NEXT] = step
+    plan[NEXT] = at
     return code
 
 

@@ -33,7 +33,7 @@ from ringreduce.transport.shared.compiled import (
     ENTER,
     CompiledCall,
     CompiledKernels,
-    Step,
+    Instruction,
     expect,
     of_any_source,
     of_any_target,
@@ -128,7 +128,9 @@ class _ThroughBoard(BoundCall):
         nbytes = self._count * self._dtype.itemsize
         shape = np.empty(self._count, self._dtype)
         source, target = of_any_source(shape), of_any_target(shape)
-        return self._context.compiled(self._signature, nbytes, lambda: self._steps(source, target), self._mailed_nbytes)
+        return self._context.compiled(
+            self._signature, nbytes, lambda: self._instructions(source, target), self._mailed_nbytes
+        )
 
     @abstractmethod
     def _run(self, source: Operand, target: Operand) -> None:
@@ -139,15 +141,15 @@ class _ThroughBoard(BoundCall):
         return None
 
     @abstractmethod
-    def _steps(self, source: Array, target: Array) -> list[Step]:
-        """Return the steps of the call."""
+    def _instructions(self, source: Array, target: Array) -> list[Instruction]:
+        """Return the instructions of the call."""
 
     @abstractmethod
     def bound(self, number: int, source: Array, target: Array) -> OnArrays:
         """Return the allreduce of ``source`` into ``target``, flat arrays, the same memory or apart, in a call."""
 
     def _expected(self) -> list[int]:
-        """Return the step that finds out whether a rank copies its input only after the rendezvous."""
+        """Return the instruction that finds out whether a rank copies its input only after the rendezvous."""
         return expect(self._board, [NOWHERE] * (2 * len(self._board.peers)))
 
     def _meet(self) -> None:
@@ -196,7 +198,7 @@ class Mailed(_ThroughBoard):
         turn = self._turns[number] = boxes[self._board.index], self._kernels.combine(boxes)
         return turn
 
-    def _steps(self, source: Array, target: Array) -> list[Step]:
+    def _instructions(self, source: Array, target: Array) -> list[Instruction]:
         terms = self._board.memory.mailboxes(-1, self._dtype, self._count)
         box = terms[self._board.index]
         terms[self._board.index] = source
@@ -253,8 +255,8 @@ class StagedTwoShot(_ThroughBoard):
             self._last[turn] = self._bind(turn, given, into)
         return self._last[turn]
 
-    def _steps(self, source: Array, target: Array) -> list[Step]:
-        first, *others = self._bind(-1, source, target).steps()
+    def _instructions(self, source: Array, target: Array) -> list[Instruction]:
+        first, *others = self._bind(-1, source, target).instructions()
         return [*first, ENTER, self._expected(), *chain.from_iterable(others)]
 
     def _bind(self, turn: int, source: Array, target: Array) -> Staged:

@@ -22,7 +22,15 @@ from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import MAILED, NOWHERE, Block
 from ringreduce.transport.shared.board import Signature
 from ringreduce.transport.shared.board_memory import MAILED_NBYTES, TURNS, rooms_of
-from ringreduce.transport.shared.compiled import ARRIVE, BARRIER, ENTER, CompiledCall, Step, expect, of_any_target
+from ringreduce.transport.shared.compiled import (
+    ARRIVE,
+    BARRIER,
+    ENTER,
+    CompiledCall,
+    Instruction,
+    expect,
+    of_any_target,
+)
 from ringreduce.transport.shared.private import PrivateMemory
 
 #: Up to this size, a copy of the input into the mailbox costs less than the barrier that ends the loads of others. An
@@ -240,7 +248,7 @@ class _Loads(NodePlan):
                 self._context.arena.release(block)
 
     def _mail(self, turn: int) -> list[Call]:
-        """Return what copies what others load from the input to this rank's mailbox; -1: in the steps of any call."""
+        """Return what copies what others load from the input to this rank's mailbox; -1: of any turn, as instructions."""
         copies = self._copies.get(turn)
         if copies is None:
             box = self._board.memory.mailboxes(turn, self._source.dtype, self._source.size)[self._board.index]
@@ -300,14 +308,14 @@ class _Loads(NodePlan):
         if len(rooms) > 1:
             return None  # They are in different parts of the mailboxes.
 
-        def steps() -> list[Step]:
+        def instructions() -> list[Instruction]:
             copies = self._mail(-1) if self._mailed else []
             loads = self._bind(layout, others, result, published=place, turn=-1)
             barrier = [] if not loads.some_wait else [ARRIVE] if place == MAILED else [BARRIER]
             return [*copies, ENTER, expect(self._board, others), *loads.calls, *barrier, *loads.after]
 
         nbytes = max(self._source.nbytes, target.nbytes)
-        call = self._context.compiled(self._entry, nbytes, steps, max(mailed, default=0) * result.itemsize)
+        call = self._context.compiled(self._entry, nbytes, instructions, max(mailed, default=0) * result.itemsize)
         return None if call is None else _CompiledLoads(call, layout, address)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 from ringreduce.buffers import Call
 from ringreduce.common.instruments import Instruments
 from ringreduce.transport.shared.board import Board
-from ringreduce.transport.shared.compiled import BARRIER, Step
+from ringreduce.transport.shared.compiled import BARRIER, Instruction
 
 
 class OnArrays(Protocol):
@@ -55,9 +55,9 @@ class Staged:
         for call in self._first:
             call()
 
-    def steps(self) -> list[list[Step]]:
-        """Return the steps before the rendezvous, and then of each round."""
-        rounds: list[list[Step]] = [
+    def instructions(self) -> list[list[Instruction]]:
+        """Return the instructions before the rendezvous, and then of each round."""
+        rounds: list[list[Instruction]] = [
             [*reduces, *self._later[number], BARRIER, *fetches]
             for number, (reduces, fetches) in enumerate(self._rounds)
         ]

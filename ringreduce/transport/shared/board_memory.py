@@ -94,7 +94,7 @@ class BoardMemory:
         self._mailboxes = [
             (part[_MAILBOXES:], address + _MAILBOXES) for part, address in zip(parts, self.addresses, strict=True)
         ]
-        #: Where the other members publish places and numbers, for the steps of a compiled call.
+        #: Where the other members publish places and numbers, for the instructions of a compiled call.
         self.entries = [FROM_LINE + address + PLACES * 8 for address in self.others]
         # Numbers that a line cannot hold, by parity and member.
         self._longer = tuple(
@@ -106,7 +106,7 @@ class BoardMemory:
         """Return where so many elements of every member are in its mailbox in a call, in the order of members.
 
         Args:
-            number: of the call; -1: any, for the steps of a compiled call.
+            number: of the call; -1: any, for the instructions of a compiled call.
             dtype, count: of the elements.
         """
         nbytes = count * dtype.itemsize

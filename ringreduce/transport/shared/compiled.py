@@ -1,4 +1,4 @@
-"""Compiled calls at a board: the steps of a plan as numbers, and what Python does where one has waited for long.
+"""Compiled calls at a board: the instructions of a plan as numbers, and what Python does where one has waited for long.
 
 A plan of NumPy's path is a list of calls: copies, and reductions that `CompiledKernels` has bound. `compile_call`
 writes the same list as a program for `ringreduce.native`, with the rendezvous before it and the barrier behind it.
@@ -30,11 +30,11 @@ _AGAIN = 20
 _RELEASED_NBYTES = 64 << 10
 #: From so many bytes on, waking threads costs little beside what they add.
 _SHARED_OUT_NBYTES = 8 << 20
-#: A copy is cut into steps of so many bytes, so that signals are heard.
+#: A copy is cut into instructions of so many bytes, so that signals are heard.
 _COPIED_NBYTES = 256 << 10
 
-#: A step of a program: a call of NumPy's path, or its numbers.
-Step = Call | list[int]
+#: An instruction: a call of NumPy's path, or its numbers.
+Instruction = Call | list[int]
 
 #: The rendezvous, and a barrier, to which a rank may come without waiting there.
 ENTER = [layout.ENTER]
@@ -104,7 +104,7 @@ class CompiledKernels:
 
 
 def of_any_source(array: Array) -> Array:
-    """Return what the steps of a call have in place of its source, if they are for any; of such a shape and dtype."""
+    """Return what instructions have in place of the source of a call, if they are for any; of such a shape and dtype."""
     return unowned(array, layout.FROM_SOURCE)
 
 
@@ -114,18 +114,18 @@ def of_any_target(array: Array) -> Array:
 
 
 def expect(board: Board, others: Sequence[int]) -> list[int]:
-    """Return the steps that compare what the others have published with what a plan is bound to.
+    """Return the instructions that compare what the others have published with what a plan is bound to.
 
     Args:
         board: the ranks.
         others: as `Board.enter` returns it.
     """
     each = len(others) // len(board.peers)
-    steps: list[int] = []
+    instructions: list[int] = []
     for position, address in enumerate(board.memory.entries):
         expected = others[position * each : (position + 1) * each]
-        steps += [layout.EXPECT, layout.MOVED, address, each, *expected]
-    return steps
+        instructions += [layout.EXPECT, layout.MOVED, address, each, *expected]
+    return instructions
 
 
 def compile_call(
@@ -133,19 +133,19 @@ def compile_call(
     board: Board,
     entry: Signature,
     nbytes: int,
-    steps: Sequence[Step],
+    instructions: Sequence[Instruction],
     *,
     mailed_nbytes: int = 0,
     threads: Threads | None = None,
 ) -> CompiledCall | None:
-    """Compile a call; None: it has a step that is not compiled, as it copies memory of other processes, say.
+    """Compile a call; None: it has an instruction that is not compiled, as it copies memory of other processes, say.
 
     Args:
         library: runs it.
         board: the ranks.
         entry: what this one publishes.
         nbytes: of the call.
-        steps: in order; on arrays, or on `of_any_source` and `of_any_target`.
+        instructions: in order; on arrays, or on `of_any_source` and `of_any_target`.
         mailed_nbytes: what `BoardMemory.mailboxes` were asked for.
         threads: carry out parts of a large call that is bound to where its arrays are; None: nothing is shared out.
     """
@@ -154,18 +154,18 @@ def compile_call(
     kernel = _Functions(library, (0,) * 5, 0)
     program: list[list[int]] = []
     absent: set[int] = set()
-    for step in steps:
-        if isinstance(step, list):
-            program.append(step)
-        elif not isinstance(step, partial):
+    for each in instructions:
+        if isinstance(each, list):
+            program.append(each)
+        elif not isinstance(each, partial):
             return None
-        elif step.func is setitem:
-            program += _copies(step.args[0], step.args[2])
-        elif isinstance(step.func, CompiledReduction):
-            kernel = step.func.kernel
-            program += _reduction(step.func, step.args[0])
-        elif step.func == board.require_present:
-            (position, _) = step.args
+        elif each.func is setitem:
+            program += _copies(each.args[0], each.args[2])
+        elif isinstance(each.func, CompiledReduction):
+            kernel = each.func.kernel
+            program += _reduction(each.func, each.args[0])
+        elif each.func == board.require_present:
+            (position, _) = each.args
             absent.add(position)
             status = board.memory.others[position] + STATUS_LINE * layout.LINE_NBYTES
             program.append([layout.EXPECT, layout.ABSENT, status, 1, 0])
@@ -177,7 +177,7 @@ def compile_call(
         program, shares = _shared_out(program, threads.count)
         parts = [_PlanMemory(kernel, share, size, nbytes=nbytes) for share in shares]
     plan = _PlanMemory(kernel, program, size, board, entry, nbytes=nbytes, mailed_nbytes=mailed_nbytes)
-    call = CompiledCall(library, board, entry.text, (plan, steps), absent=absent)
+    call = CompiledCall(library, board, entry.text, (plan, instructions), absent=absent)
     if threads is not None:
         call.shares = partial(_run_parts, threads, library, parts)
     return call
@@ -192,14 +192,14 @@ def _shared_out(program: list[list[int]], count: int) -> tuple[list[list[int]], 
 
     A reduction and the copies that follow it are one piece; without reductions each copy is.
     """
-    works = [step[0] in (layout.COPY, layout.REDUCE) for step in program]
+    works = [each[0] in (layout.COPY, layout.REDUCE) for each in program]
     if True not in works:
         return program, []
     begin = works.index(True)
     end = next((at for at in range(begin, len(works)) if not works[at]), len(works))
     work = program[begin:end]
-    kind = layout.REDUCE if any(step[0] == layout.REDUCE for step in work) else layout.COPY
-    starts = [at for at, step in enumerate(work) if step[0] == kind or at == 0]
+    kind = layout.REDUCE if any(each[0] == layout.REDUCE for each in work) else layout.COPY
+    starts = [at for at, each in enumerate(work) if each[0] == kind or at == 0]
     bounds = [starts[len(starts) * part // count] for part in range(count)] + [len(work)]
     parts = [work[low:high] for low, high in pairwise(bounds) if low < high]
     return [*program[:begin], [layout.SHARE_OUT], *program[end:]], parts
@@ -290,7 +290,7 @@ class CompiledCall:
         library: Library,
         board: Board,
         text: str,
-        plan: tuple[_PlanMemory, Sequence[Step]],
+        plan: tuple[_PlanMemory, Sequence[Instruction]],
         absent: Iterable[int],
     ) -> None:
         self._library = library
