@@ -248,7 +248,7 @@ class _Loads(NodePlan):
                 self._context.arena.release(block)
 
     def _mail(self, turn: int) -> list[Call]:
-        """Return what copies what others load from the input to this rank's mailbox; -1: of any turn, as instructions."""
+        """Return what copies what others load from the input to this rank's mailbox; -1: of any turn, to compile."""
         copies = self._copies.get(turn)
         if copies is None:
             box = self._board.memory.mailboxes(turn, self._source.dtype, self._source.size)[self._board.index]

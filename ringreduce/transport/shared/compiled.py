@@ -104,7 +104,7 @@ class CompiledKernels:
 
 
 def of_any_source(array: Array) -> Array:
-    """Return what instructions have in place of the source of a call, if they are for any; of such a shape and dtype."""
+    """Return what instructions have in place of the source of a call, if they are for any; of this shape and dtype."""
     return unowned(array, layout.FROM_SOURCE)
 
 
