@@ -111,12 +111,13 @@ class Run:
     hosts: int = 1
     rate: str = ""
     environment: str = ".venv"
+    native: bool = True
 
     @property
     def launcher(self) -> str:
         """What stands before the command."""
         if self.hosts == 1:
-            return f"mpirun -np {self.ranks} python"
+            return f"{'' if self.native else 'RINGREDUCE_NATIVE=0 '}mpirun -np {self.ranks} python"
         return f"scripts/cluster run -np {self.ranks} python"
 
 
@@ -170,6 +171,7 @@ def launch(run: Run, *launcher: str) -> dict[str, Any] | str:
         # Where ranks outnumber cores the library must not spin, or the comparison would flatter us.
         yielding = str(int(run.ranks > len(os.sched_getaffinity(0))))
         variables = {**os.environ, "OMPI_MCA_mpi_yield_when_idle": yielding}
+        variables["RINGREDUCE_NATIVE"] = str(int(run.native))
         limited = ["timeout", "--kill-after=10", str(run.timeout_s), *within, *command]
         done = subprocess.run(limited, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, check=False)
         if done.returncode != 0:

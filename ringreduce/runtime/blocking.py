@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -277,7 +277,7 @@ class Plan:
         self._engine = engine
         self._call, self._text = communicator.plan(call)
         made = self._call
-        self._make = partial(
+        self._make: Callable[[], Any] = partial(
             communicator.make, made.collective.value, made.array, made.out, made.op, made.algorithm, made.root
         )
         self._name = engine.new_name(f"the plan of {self._text}")
@@ -290,7 +290,7 @@ class Plan:
 
     def run(self) -> Any:
         """Carry the collective out, and return the result. Collective."""
-        if self._under_way is not None or not self._open:
+        if self._under_way is not None:
             self._require_idle()
         return self._make()
 
@@ -320,7 +320,7 @@ class Plan:
             self.wait()
         self._open = False
         self._call = self._call._replace(array=None, out=None)
-        del self._make
+        self._make = self._require_idle
 
     def _require_idle(self) -> None:
         if not self._open:
