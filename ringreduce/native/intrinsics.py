@@ -103,38 +103,11 @@ def pointer_to(element: Any) -> Any:
 
 @intrinsic
 def call(typing: Any, function: Any, target: Any, first: Any, second: Any, count: Any, size: Any) -> Any:
-    """Call a compiled function by its address, in Numba's calling convention; see `ringreduce.native.elementwise`."""
+    """Call a function of `ringreduce.native.elementwise` by its address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        result = cgutils.alloca_once(builder, _WORD)
-        error = cgutils.alloca_once(builder, _BYTE.as_pointer())
-        kinds = [_WORD.as_pointer(), _BYTE.as_pointer().as_pointer(), *[_WORD] * 5]
-        pointer = builder.inttoptr(arguments[0], ir.FunctionType(ir.IntType(32), kinds).as_pointer())
-        builder.call(pointer, [result, error, *arguments[1:]])
+        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 6), generate
-
-
-def _conversion(given: Any, taken: Any, *instructions: tuple[str, Any]) -> Any:
-    """Return what converts a number of one Numba type to another by some instructions of LLVM."""
-
-    @intrinsic
-    def convert(typing: Any, number: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            value = arguments[0]
-            for instruction, kind in instructions:
-                value = getattr(builder, instruction)(value, kind)
-            return value
-
-        return taken(given), generate
-
-    return convert
-
-
-_FLOAT = ir.FloatType()
-_HALF = ir.HalfType()
-bits_of_float = _conversion(types.float32, types.uint32, ("bitcast", ir.IntType(32)))
-float_of_bits = _conversion(types.uint32, types.float32, ("bitcast", _FLOAT))
-float_of_half = _conversion(types.uint16, types.float32, ("bitcast", _HALF), ("fpext", _FLOAT))
-half_of_float = _conversion(types.float32, types.uint16, ("fptrunc", _HALF), ("bitcast", ir.IntType(16)))

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
+from llvmlite import ir
 
 from ringreduce.common.files import replace_file
 from ringreduce.native import loops
 from ringreduce.native.catalog import FUNCTIONS
-from ringreduce.native.elementwise import compiled
+from ringreduce.native.elementwise import emit
 from ringreduce.native.layout import LATE_BARRIER, LATE_ENTRY, RELEASES
 from ringreduce.native.library import processor
 
@@ -127,8 +128,10 @@ def compile_all() -> bytes:
     whole.triple = target.triple
     whole.link_in(_module(loops.run, "loop"))
     whole.link_in(_module(loops.is_same, "loop_is_same"))
+    numbers = ir.Module()
     for name in FUNCTIONS:
-        whole.link_in(_module(compiled(name), name))
+        emit(numbers, name)
+    whole.link_in(llvm.parse_assembly(str(numbers)))
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = True
     builder = llvm.create_pass_builder(target, options)
