@@ -427,8 +427,8 @@ class NodePlan(BoundCall):
         #: What was bound, by the places of the arrays and what else that depends on.
         self._bound: dict[tuple[int, ...], Any] = {}
         self._others: list[int] = []  # What the others have published in the last call.
-        self._tried = False  # Whether the call was compiled for that,
-        self._compiled: CompiledCall | None = None  # and with success.
+        self._tried = False  # Whether it was tried to compile the call for that.
+        self._compiled: CompiledCall | None = None  # The call for that, compiled.
 
     def _enter(self) -> list[int] | None:
         """Enter the call, and carry it out if it is compiled; return what the others publish; None: it is done."""

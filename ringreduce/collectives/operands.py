@@ -269,7 +269,7 @@ class ResultArray:
     Attributes:
         out: the array, once there is one.
         operand: its memory.
-        rows: what `place` was called with.
+        rows: what `place` or `part` was called with.
     """
 
     def __init__(

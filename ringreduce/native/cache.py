@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,14 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import lock_file, own_folder, read_file
+from ringreduce.common.files import lock_file, own_folder, read_file, replace_file
 from ringreduce.native.library import Library, load, processor
 
 _log = logging.getLogger(__name__)
 
 _MOST_NBYTES = 16 << 20
 _MAKING_S = 120.0
+#: After a failure the other ranks, and other jobs, do not try again for so long.
+_AGAIN_S = 600.0
 
 
 class Loops(NamedTuple):
@@ -57,15 +59,16 @@ def loops(folder: str | None) -> Loops:
         if not path.exists():
             _make(path)
         return Loops(load(read_file(path, most_nbytes=_MOST_NBYTES, ours=True)))
-    except (OSError, ConfigError, RuntimeError, subprocess.SubprocessError) as error:
-        return Loops(why_not=f"they cannot be loaded: {error}", failed=True)
+    except Exception as error:  # Whatever is wrong with Numba or the folder, NumPy does it, too.
+        return Loops(why_not=f"they cannot be loaded: {type(error).__name__}: {error}", failed=True)
 
 
 def _name() -> str:
     """Return a hash of all that the machine code depends on."""
     from importlib.metadata import version  # Worlds without compiled loops do not load it.
 
-    parts = [platform.python_version(), platform.python_implementation(), version("llvmlite"), *processor()]
+    python = platform.python_version(), platform.python_implementation(), sys.abiflags, str(object.__basicsize__)
+    parts = [*python, version("llvmlite"), version("numba"), *processor()]
     texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"\0".join([*(each.encode() for each in parts), *texts])).hexdigest()[:32]
 
@@ -74,16 +77,30 @@ def _make(path: Path) -> None:
     """Have another process compile, unless one does so already: Numba takes memory that ranks need not keep.
 
     Raises:
-        OSError, subprocess.SubprocessError: it cannot, or takes too long.
+        OSError, subprocess.SubprocessError: it cannot, or could not a while ago, or takes too long.
     """
+    failed = path.with_suffix(".failed")
     with _locked(path.with_suffix(".lock")):
         if path.exists():
             return
+        if failed.exists() and time.time() - failed.stat().st_mtime < _AGAIN_S:
+            raise OSError(failed.read_text(encoding="utf-8"))
         _log.info("compiling loops for this processor, once: %s", path)
+        # Settings of Numba would change the code, and files of the current folder may be named like modules.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
         command = [sys.executable, "-m", "ringreduce.native.object_code", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_MAKING_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_MAKING_S,
+            stdin=subprocess.DEVNULL,
+            env={**variables, "PYTHONSAFEPATH": "1"},
+        )
         if done.returncode != 0:
-            raise OSError((done.stderr.strip().splitlines() or ["it says nothing"])[-1])
+            reason = (done.stderr.strip().splitlines() or ["the compiler says nothing"])[-1]
+            replace_file(failed, lambda file: file.write(reason.encode()))
+            raise OSError(reason)
 
 
 @contextmanager

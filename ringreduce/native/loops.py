@@ -227,7 +227,7 @@ def run(address, source, target, phase, patient):
                 break
             at += 1
         else:
-            return DONE
+            break
         phase = DONE
     else:
         code = UNFINISHED

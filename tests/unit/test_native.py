@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from ringreduce.buffers import DTYPES, native
 from ringreduce.collectives.plans.node_allreduce import Mailed, TwoShot
 from ringreduce.collectives.plans.node_movements import _Loads
 from ringreduce.common.config import Config
-from ringreduce.native import layout
+from ringreduce.native import cache, layout
 from ringreduce.native.cache import Loops, loops
 from ringreduce.native.catalog import KERNELS
 from ringreduce.testing import run_ranks
 from ringreduce.transport.messages import Messages
 from ringreduce.transport.shared import compiled, node
+from ringreduce.transport.shared.threads import Threads
+from ringreduce.transport.waiting import Waiter
 
 pytest.importorskip("numba")
 
@@ -53,12 +56,12 @@ def bits(dtype: str, count: int, rank: int) -> np.ndarray:
 
 
 def reduce(comm: rr.Communicator, dtype: str, op: str, count: int) -> list[bytes]:
-    """Return results of an allreduce into memory of all kinds, twice each: the second call repeats a plan."""
+    """Return results of an allreduce into memory of all kinds, four times each: the third call is compiled."""
     row = DTYPES[dtype]
     mine = native(bits(dtype, count, comm.rank), row, "numpy")
     private, shared = np.empty_like(mine), comm.empty(count, dtype)
     results = []
-    for _ in range(2):
+    for _ in range(4):
         results.append(comm.allreduce(mine, op=op))
         for source, target in (
             (mine, private),
@@ -82,7 +85,7 @@ def reduce(comm: rr.Communicator, dtype: str, op: str, count: int) -> list[bytes
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_results_have_the_bits_of_numpys_path(dtype: str, op: str, size: int) -> None:
     """For few elements and many, odd counts, memory of all kinds; all results of all ranks are alike."""
-    for count in (1, 77, 70001):
+    for count in (1, 77, 5001, 70001):
         expected = run_ranks(size, lambda comm, count=count: reduce(comm, dtype, op, count), config=NUMPY)
         found = run_ranks(size, lambda comm, count=count: reduce(comm, dtype, op, count), config=COMPILED)
         assert found == expected
@@ -142,6 +145,87 @@ def test_all_collectives_have_the_bits_of_numpys_path(size: int, count: int) -> 
     """Calls that come again, and calls to which ranks then bring other rows."""
     expected = run_ranks(size, lambda comm: moved(comm, count), config=NUMPY)
     assert run_ranks(size, lambda comm: moved(comm, count), config=COMPILED) == expected
+
+
+def test_a_result_may_overlap_the_input() -> None:
+    """As NumPy copies: the root's own part is moved within one array."""
+
+    def body(comm: rr.Communicator) -> list[bytes]:
+        count = 200_000
+        results = []
+        whole = np.empty(2 * count, np.float32)
+        mine = comm.empty(count, "float32")
+        for step in range(5):
+            mine[...] = comm.rank + step
+            whole[...] = np.arange(whole.size) + step
+            if comm.rank == 1:
+                comm.gather(whole[count - 1000 : 2 * count - 1000], root=1, out=whole)
+                results.append(whole.tobytes())
+            else:
+                comm.gather(mine, root=1)
+            small = np.arange(60, dtype=np.float32) + step
+            results.append(comm.alltoall(small[:40], out=small[10:50]).tobytes())
+            results.append(comm.allgather(small[5:15], out=small[: 10 * comm.size]).tobytes())
+        return results
+
+    assert run_ranks(2, body, config=COMPILED) == run_ranks(2, body, config=NUMPY)
+
+
+def test_an_interrupt_takes_back_that_a_rank_is_at_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that is still at work would believe what it loads from arrays that are the program's again."""
+    interrupted = threading.Event()
+    found = loops(CACHES).library
+    assert found is not None
+
+    def run(*arguments: int) -> int:
+        code = found.run(*arguments)
+        if code == layout.LATE_BARRIER:
+            raise KeyboardInterrupt
+        return code
+
+    monkeypatch.setattr(node, "loops", lambda folder: Loops(found._replace(run=run)))
+    monkeypatch.setattr(compiled, "_POLLS", 10)
+
+    def body(comm: rr.Communicator) -> bool:
+        array = comm.empty(1001, "float64")
+        plans = comm._context.plans
+        board = comm._context.board
+        if comm.rank == 1:  # It never comes to the barrier of the last call.
+            for _ in range(3):
+                array[...] = 1
+                comm.allreduce(array, out=array)
+            (plan,) = (each for each in plans._plans.values() if isinstance(each, TwoShot))
+            board.enter(plan._entry)
+            assert interrupted.wait(30)
+            return board.memory.lines[0][layout.BARRIER_LINE][0] <= board.epoch
+        for _ in range(3):
+            array[...] = 1
+            comm.allreduce(array, out=array)
+        with pytest.raises(KeyboardInterrupt):
+            comm.allreduce(array, out=array)
+        interrupted.set()
+        return True
+
+    assert run_ranks(2, body, config=COMPILED) == [True, True]
+
+
+def test_an_error_of_a_thread_is_raised_when_all_have_ended() -> None:
+    """And the threads work on."""
+    threads = Threads(4)
+    assert threads.start()
+    ended: list[int] = []
+
+    def part(number: int) -> None:
+        ended.append(number)
+        if number == 2:
+            raise OSError("part 2")
+
+    for _ in range(3):
+        ended.clear()
+        with pytest.raises(OSError, match="part 2"):
+            threads.run([partial(part, number) for number in range(4)])
+        assert sorted(ended) == [0, 1, 2, 3]
+    threads.close()
 
 
 def test_calls_are_compiled() -> None:
@@ -245,6 +329,7 @@ def test_calls_go_on_where_they_were(size: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compiled, "_HELD_POLLS", 0)
     monkeypatch.setattr(compiled, "_POLLS", 0)
     monkeypatch.setattr(compiled, "_AGAIN", 1 << 30)
+    monkeypatch.setattr(Waiter, "crowded", property(lambda self: False, lambda self, value: None), raising=False)
 
     def body(comm: rr.Communicator) -> None:
         total = size * (size + 1) // 2
@@ -287,7 +372,7 @@ def test_long_calls_return_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("op", ["sum", "average"])
 def test_threads_change_no_bit(count: int, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads of a rank take parts of large arrays, of any collective, and of small ones if they are told to."""
+    """Several threads of a rank take parts of large arrays, of any collective."""
     monkeypatch.setattr(compiled, "_SHARED_OUT_NBYTES", 1 << 10)
 
     def body(comm: rr.Communicator) -> list[bytes]:
@@ -340,6 +425,22 @@ def test_flags_are_ordered_on_all_processors(triple: str, flags: list[str]) -> N
     machine = llvm.Target.from_triple(triple).create_target_machine(opt=2, codemodel="small")
     assembly = machine.emit_assembly(llvm.parse_assembly(str(module)))
     assert [flag for flag in flags if flag not in assembly] == []
+
+
+def test_what_cannot_be_compiled_is_not_tried_by_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is kept for a while, and settings of Numba do not matter."""
+    monkeypatch.setattr(cache.sys, "executable", "/bin/false")
+    reasons = []
+    for number in range(2):
+        cache.loops.cache_clear()
+        reasons.append(loops(str(tmp_path)).why_not)
+        (failed,) = (tmp_path / "native").glob("*.failed")
+        failed.write_text(f"reason {number}")
+    cache.loops.cache_clear()
+    assert reasons == [
+        "they cannot be loaded: OSError: the compiler says nothing",
+        "they cannot be loaded: OSError: reason 0",
+    ]
 
 
 def test_what_is_loaded_is_ours(tmp_path: Path) -> None:

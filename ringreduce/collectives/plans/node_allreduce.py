@@ -100,7 +100,7 @@ class _ThroughBoard(BoundCall):
         self._mailed_nbytes = count * self._dtype.itemsize  # of a rank
         self.settled = not isinstance(self._kernels, CompiledKernels)
         self._runs = 0
-        self._turns: dict[int, tuple[Array, Callable[[Array], object]]] = {}  # Of `Mailed`, by number.
+        self._turns: dict[int, tuple[Array, Callable[[Array], object]]] = {}  # Of `Mailed`.
 
     def run(self, source: Operand, place: Place) -> None:
         self._runs += 1
@@ -126,8 +126,8 @@ class _ThroughBoard(BoundCall):
         if not isinstance(self._kernels, CompiledKernels):
             return None
         nbytes = self._count * self._dtype.itemsize
-        shape = np.empty(self._count, self._dtype)
-        source, target = of_any_source(shape), of_any_target(shape)
+        like = np.broadcast_to(np.empty(1, self._dtype), self._count)
+        source, target = of_any_source(like), of_any_target(like)
         return self._context.compiled(
             self._signature, nbytes, lambda: self._instructions(source, target), self._mailed_nbytes
         )
@@ -192,11 +192,11 @@ class Mailed(_ThroughBoard):
 
         return run
 
-    def _turn(self, number: int) -> tuple[Array, Callable[[Array], object]]:
-        """Bind this rank's mailbox in the call of a number, and what reduces all."""
-        boxes = self._board.memory.mailboxes(number, self._dtype, self._count)
-        turn = self._turns[number] = boxes[self._board.index], self._kernels.combine(boxes)
-        return turn
+    def _turn(self, turn: int) -> tuple[Array, Callable[[Array], object]]:
+        """Bind this rank's mailbox in calls of a turn, and what reduces all."""
+        boxes = self._board.memory.mailboxes(turn, self._dtype, self._count)
+        bound = self._turns[turn] = boxes[self._board.index], self._kernels.combine(boxes)
+        return bound
 
     def _instructions(self, source: Array, target: Array) -> list[Instruction]:
         terms = self._board.memory.mailboxes(-1, self._dtype, self._count)
@@ -205,7 +205,9 @@ class Mailed(_ThroughBoard):
         return [copying(box, source), ENTER, self._expected(), partial(self._kernels.combine(terms), target)]
 
     def bound(self, number: int, source: Array, target: Array) -> OnArrays:
-        return _MailedArrays(source, target, *self._turn(number))
+        _, rooms = rooms_of(self._mailed_nbytes)
+        turn = number & (2 * rooms - 1)
+        return _MailedArrays(source, target, *(self._turns.get(turn) or self._turn(turn)))
 
 
 class _MailedArrays:
@@ -325,6 +327,7 @@ class TwoShot(NodePlan):
         if NOWHERE not in others:
             self._carry_out(others, self._bind((*others,)))
             return
+        self._others = []
         self._compiled = None
         bound = self._find_through_board().bound(self._board.number, self._source, self._target)
         bound.copy_in()

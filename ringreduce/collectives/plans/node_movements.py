@@ -204,7 +204,7 @@ class _Loads(NodePlan):
             return
         self._ready = None
         self._tried = False
-        self._run(partial(constant, target))
+        self._run(place)
 
     def repeated(self, source: Operand, target: Operand) -> Callable[[], object]:
         place = partial(constant, target)
@@ -223,7 +223,8 @@ class _Loads(NodePlan):
         """Return where a result is, if it shares memory with the input; else -1."""
         start = self._start
         end = start + self._source.nbytes
-        return target.address if target.address < end and start < target.address + target.nbytes else -1
+        overlap = min(end, target.address + target.nbytes) - max(start, target.address)
+        return target.address if overlap > 0 else -1
 
     def _load_elsewhere(self, place: Place) -> None:
         """Go on after the rendezvous of a compiled call, as the others have published something else than before."""
@@ -298,8 +299,11 @@ class _Loads(NodePlan):
         """Return the same, compiled; None: NumPy's path is to be used."""
         address = self._address(target)
         result = of_any_target(target.view) if address < 0 else unowned(target.view, address)
+        if address >= 0 and layout.own is not None:
+            given, taken = layout.own
+            if address_of(self._source[given]) != address_of(result[taken]):
+                return None  # Compiled copies are of memory that does not overlap.
         place = self._entry.source
-
         places = dict(zip(self._board.peers, others[:: self._stride], strict=True))
         mailed = [count for peer, (count, _) in layout.peers.items() if places[peer] == MAILED]
         if self._mailed:

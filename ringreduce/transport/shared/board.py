@@ -214,10 +214,14 @@ class Board:
                 if line[0] < epoch and not self._soon(line, epoch):
                     self._wait(self._barriers, epoch, signature)
         except BaseException:
-            mine[0] = epoch - 1
-            if self._fence is not None:
-                self._fence()
+            self.take_back()
             raise
+        if self._fence is not None:
+            self._fence()
+
+    def take_back(self) -> None:
+        """Take back that this rank has reached a barrier, as its wait there has failed; see `barrier`."""
+        self._mine[BARRIER_LINE][0] = self.counters[BARRIERS] - 1
         if self._fence is not None:
             self._fence()
 

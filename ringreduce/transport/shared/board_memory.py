@@ -102,18 +102,18 @@ class BoardMemory:
             for parity in (0, 1)
         )
 
-    def mailboxes(self, number: int, dtype: np.dtype[Any], count: int) -> list[Array]:
+    def mailboxes(self, turn: int, dtype: np.dtype[Any], count: int) -> list[Array]:
         """Return where so many elements of every member are in its mailbox in a call, in the order of members.
 
         Args:
-            number: of the call; -1: any, for the instructions of a compiled call.
+            turn: the number of the call, or that modulo `TURNS`; -1: any, for the instructions of a compiled call.
             dtype, count: of the elements.
         """
         nbytes = count * dtype.itemsize
         room, rooms = rooms_of(nbytes)
-        if number < 0:
+        if turn < 0:
             return [unowned(part[:nbytes].view(dtype), FROM_MAILBOX + address) for part, address in self._mailboxes]
-        offset = (number & 1) * MAILBOX_NBYTES + ((number >> 1) & (rooms - 1)) * room
+        offset = (turn & 1) * MAILBOX_NBYTES + ((turn >> 1) & (rooms - 1)) * room
         return [part[offset : offset + nbytes].view(dtype) for part, _ in self._mailboxes]
 
     def publish(self, parity: int, numbers: tuple[int, ...]) -> None:

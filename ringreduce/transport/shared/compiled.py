@@ -79,7 +79,8 @@ class CompiledReduction:
             self._by_numpy = None
             return
         if self._plan is None:
-            self._plan = _PlanMemory(self.kernel, _reduction(self, of_any_target(target)), len(self.terms))
+            program = _reduction(self, of_any_target(target))
+            self._plan = _PlanMemory(self.kernel, program, len(self.terms), nbytes=target.nbytes)
         self._plan.run(self.kernel.library, 0, address_of(target))
 
 
@@ -138,7 +139,7 @@ def compile_call(
     mailed_nbytes: int = 0,
     threads: Threads | None = None,
 ) -> CompiledCall | None:
-    """Compile a call; None: it has an instruction that is not compiled, as it copies memory of other processes, say.
+    """Compile a call; None: it copies memory of other processes, say, or publishes more numbers than a line holds.
 
     Args:
         library: runs it.
@@ -173,14 +174,13 @@ def compile_call(
             return None
     parts: list[_PlanMemory] = []
     size = len(board.members)
-    if threads is not None and threads.count > 1 and nbytes >= _SHARED_OUT_NBYTES and not mailed_nbytes:
+    large = nbytes >= _SHARED_OUT_NBYTES and not mailed_nbytes
+    if threads is not None and large and threads.start():
         program, shares = _shared_out(program, threads.count)
         parts = [_PlanMemory(kernel, share, size, nbytes=nbytes) for share in shares]
     plan = _PlanMemory(kernel, program, size, board, entry, nbytes=nbytes, mailed_nbytes=mailed_nbytes)
-    call = CompiledCall(library, board, entry.text, (plan, instructions), absent=absent)
-    if threads is not None:
-        call.shares = partial(_run_parts, threads, library, parts)
-    return call
+    share = partial(_run_parts, threads, library, parts) if threads is not None and parts else None
+    return CompiledCall(library, board, entry.text, (plan, instructions), absent=absent, share=share)
 
 
 def _run_parts(threads: Threads, library: Library, parts: Sequence[_PlanMemory], source: int, target: int) -> None:
@@ -268,6 +268,11 @@ class _PlanMemory:
         self._memory[list(fields)] = list(fields.values())
         self._memory[layout.FIELDS :] = rest
 
+    @property
+    def waits_at_barrier(self) -> bool:
+        """Whether the call has returned where it is to wait at a barrier."""
+        return bool(self._memory[self._memory[layout.NEXT]] == layout.AWAIT)
+
     def run(self, library: Library, source: int, target: int) -> None:
         """Run a program without a rendezvous."""
         code = layout.DONE
@@ -281,8 +286,13 @@ _KERNEL_FIELDS = layout.ITEMSIZE, layout.PAIR, layout.FINISH, layout.GROW, layou
 class CompiledCall:
     """A call on one node: its plan, and what goes on with it after a long wait.
 
-    Attributes:
-        shares: carries out what the program shares out, given the addresses of source and target.
+    Args:
+        library: runs it.
+        board: the ranks.
+        text: of its signature.
+        plan: this, and what has the memory whose addresses it has.
+        absent: members of which it looks whether they have detached.
+        share: carries out what the program shares out, given the addresses of source and target.
     """
 
     def __init__(
@@ -292,23 +302,29 @@ class CompiledCall:
         text: str,
         plan: tuple[_PlanMemory, Sequence[Instruction]],
         absent: Iterable[int],
+        share: Callable[[int, int], object] | None,
     ) -> None:
         self._library = library
         self._board = board
         self._text = text
-        self._plan, self._steps = plan  # All memory whose addresses these have lives as long as this.
+        self._plan, self._steps = plan
         self._absent = sorted(absent)
-        self.shares: Callable[[int, int], object] = max  # never called, unless the program shares something out
+        self._share = share
 
     def bound(self, source: int, target: int) -> Callable[[], object]:
         """Return what makes the call from one address to another."""
         run = self._library.run
         plan = self._plan.address
         go_on = self._go_on
+        take_back = self._take_back
 
         def call() -> None:
-            if code := run(plan, source, target, layout.DONE):
-                go_on(code, source, target)
+            try:
+                if code := run(plan, source, target, layout.DONE):
+                    go_on(code, source, target)
+            except BaseException:
+                take_back()
+                raise
 
         return call
 
@@ -317,17 +333,31 @@ class CompiledCall:
         run = self._library.run_into
         plan = self._plan.address
         go_on = self._go_on
+        take_back = self._take_back
 
         def call(result: Array) -> None:
-            if code := run(plan, source, id(result), layout.DONE):
-                go_on(code, source, address_of(result))
+            try:
+                if code := run(plan, source, id(result), layout.DONE):
+                    go_on(code, source, address_of(result))
+            except BaseException:
+                take_back()
+                raise
 
         return call
 
     def run(self, source: int = 0, target: int = 0) -> bool:
         """Make the call; return whether it is done. If not, all have entered, and others' arrays are elsewhere."""
-        code = self._library.run(self._plan.address, source, target, layout.DONE)
-        return not code or not self._finish(code, source, target)
+        try:
+            code = self._library.run(self._plan.address, source, target, layout.DONE)
+            return not code or not self._finish(code, source, target)
+        except BaseException:
+            self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        """Take back that this rank has reached the barrier at which an error, or an interrupt, has ended its wait."""
+        if self._plan.waits_at_barrier:
+            self._board.take_back()
 
     def _go_on(self, code: int, source: int, target: int) -> None:
         """Finish a call that is not done. Members whose arrays are elsewhere copy them after the rendezvous."""
@@ -348,8 +378,8 @@ class CompiledCall:
         while code not in (layout.DONE, layout.MOVED):
             if code == layout.MISMATCH:
                 board.disagree(self._text)
-            if code == layout.SHARED_OUT:
-                self.shares(source, target)
+            if code == layout.SHARED_OUT and self._share is not None:
+                self._share(source, target)
             if code == layout.ABSENT:
                 for position in self._absent:
                     board.require_present(position, self._text)
