@@ -435,7 +435,7 @@ class NodePlan(BoundCall):
         compiled = self._compiled
         if compiled is None or self._instruments.observers:
             return self._board.enter(self._entry)
-        return None if compiled.run() else self._board.others()
+        return None if compiled.run() else self._board.memory.published(self._board.number & 1, 0)
 
     def _carry_out(self, others: list[int], calls: list[Call], *, stays: bool = True) -> None:
         """Carry out what is bound to places, up to a barrier; ``stays``: whether this rank's are as before."""

@@ -289,6 +289,15 @@ def accelerate_uses_cpus(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
+def environment_without(prefix: str) -> dict[str, str]:
+    """Return an environment for a program that is not to have the variables of a library, by how they begin.
+
+    Modules of the current folder do not stand in for its own.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
+    return {**kept, "PYTHONSAFEPATH": "1"}
+
+
 def gpu_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the switches of MPI libraries and NCCL that concern GPUs, those that are set; they may differ by rank."""
     return {name: environ[name] for name in _GPU_SWITCHES if environ.get(name)}

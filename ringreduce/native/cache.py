@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from ringreduce.common.config import environment_without
 from ringreduce.common.files import lock_file, own_folder, read_file, replace_file
 from ringreduce.native.library import Library, load, processor
 
@@ -86,8 +87,6 @@ def _make(path: Path) -> None:
         if failed.exists() and time.time() - failed.stat().st_mtime < _AGAIN_S:
             raise OSError(failed.read_text(encoding="utf-8"))
         _log.info("compiling loops for this processor, once: %s", path)
-        # Settings of Numba would change the code, and files of the current folder may be named like modules.
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
         command = [sys.executable, "-m", "ringreduce.native.object_code", str(path)]
         done = subprocess.run(
             command,
@@ -95,7 +94,7 @@ def _make(path: Path) -> None:
             text=True,
             timeout=_MAKING_S,
             stdin=subprocess.DEVNULL,
-            env={**variables, "PYTHONSAFEPATH": "1"},
+            env=environment_without("NUMBA_"),  # They would change the code.
         )
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or ["the compiler says nothing"])[-1]

@@ -237,10 +237,6 @@ class Board:
         if any(line[NUMBER] < number for line in lines):
             self._wait(lines, number, signature)
 
-    def others(self) -> list[int]:
-        """Return what `enter` has returned, of a call that all have entered and that publishes no numbers."""
-        return self.memory.published(self.number & 1, 0)
-
     def resume(self, number: int, epoch: int) -> None:
         """Count on from the most calls and barriers that any member has reached, after a call that not all came to.
 
