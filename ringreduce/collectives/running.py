@@ -78,7 +78,7 @@ class Runner:
         collective = call.collective.value
         if call.splits is None and not (call.deterministic or call.compression or call.weights):
             return self.make(collective, call.array, call.out, op=call.op, algorithm=call.algorithm, root=call.root)
-        return self._make_anew(call)
+        return self._state.call(collective, self._perform, call)
 
     def make(
         self, collective: str, array: Any, out: Any, op: Any = None, algorithm: str | None = None, root: Any = 0
@@ -89,15 +89,17 @@ class Runner:
         """
         repeat = self._repeats.get((id(array), id(out), collective, root)) if type(root) is int else None
         instruments = self._instruments
-        if repeat is None or instruments.observers or self._plans.crowded:  # To repeat may make plans, too.
-            return self._make_anew(Call(_COLLECTIVES[collective], array, out, op=op, root=root, algorithm=algorithm))
-        known_op, known_algorithm, is_array, is_out, found, run, tally, nbytes, counts_result, _, _ = repeat
-        if (
-            known_op is not op
-            or known_algorithm is not algorithm
-            or not (self._is_same(found) if found else is_array(array) and (is_out is None or is_out(out)))
-        ):
-            return self._make_anew(Call(_COLLECTIVES[collective], array, out, op=op, root=root, algorithm=algorithm))
+        again: Any = False
+        if repeat is not None and not instruments.observers and not self._plans.crowded:  # It may make plans, too.
+            known_op, known_algorithm, is_array, is_out, found, run, tally, nbytes, counts_result, _, _ = repeat
+            again = (
+                known_op is op
+                and known_algorithm is algorithm
+                and (self._is_same(found) if found else is_array(array) and (is_out is None or is_out(out)))
+            )
+        if not again:
+            call = Call(_COLLECTIVES[collective], array, out, op=op, root=root, algorithm=algorithm)
+            return self._state.call(collective, self._perform, call)
         state = self._state
         begun = state.calls.counters[0]  # a property would be a call
         started = perf_counter()
@@ -116,9 +118,6 @@ class Runner:
         record[1] = ended = perf_counter()
         tally.seconds += ended - started
         return result
-
-    def _make_anew(self, call: Call) -> Any:
-        return self._state.call(call.collective.value, self._perform, call)
 
     def _perform(self, call: Call) -> Any:
         """Check, choose, plan and run a call; remember how to repeat it."""
