@@ -101,9 +101,7 @@ def test_areas_of_the_board_do_not_overlap() -> None:
     """Mailboxes of full size lie apart from each other and from the flags."""
 
     def fill(board: Board) -> None:
-        areas = [
-            board.memory.mailboxes(parity, np.dtype(np.uint8), MAILBOX_NBYTES)[board.index] for parity in (0, 1)
-        ]
+        areas = [board.memory.mailboxes(parity, np.dtype(np.uint8), MAILBOX_NBYTES)[board.index] for parity in (0, 1)]
         for number, area in enumerate(areas):
             area[:] = number + 1
         arrive(board, "call")
