@@ -118,7 +118,7 @@ class Tally:
     seconds: float = 0.0
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Count a call."""
+        """Count a message; `CallTimer` and `Runner.make` count collectives, without this call."""
         self.calls += 1
         self.nbytes += nbytes
         self.seconds += seconds

@@ -123,7 +123,7 @@ class Job:
         """Return its status when it has ended, also after an interrupt.
 
         Args:
-            look: is called every second meanwhile.
+            look: is called every second meanwhile, but not while ranks have ``--grace``.
         """
         try:
             self._forward_errors(look)
@@ -237,7 +237,7 @@ class Job:
 
     # ---- what it tells ----
 
-    def _look(self) -> bool:
+    def _look_after_processes(self) -> bool:
         """Look after the processes of this host, every second; return whether this was done now."""
         pids = {self._process.pid, self._chains.mpirun.pid} if self._shielded else set()
         if math.isinf(self._heard_by_mpirun) and any(is_pending(each, signal.SIGTERM) for each in pids):
@@ -273,7 +273,7 @@ class Job:
 
     def _wait_for_end(self) -> int:
         while True:
-            self._look()
+            self._look_after_processes()
             with suppress(subprocess.TimeoutExpired):
                 return self._process.wait(self._look_again_s)
 
@@ -287,7 +287,7 @@ class Job:
         written = time.monotonic()
         while True:
             has_ended = self.has_ended
-            if self._look():
+            if self._look_after_processes():
                 look()
             ready = [descriptor for descriptor, _ in waiting.poll(self._look_again_s * 1000)]
             for mark in () if self._messages is None else self._messages.read():

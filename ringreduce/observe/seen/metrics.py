@@ -81,7 +81,7 @@ _OF_STEPS = (
     Quantity("steps_last_total", "last", "In how many training steps this rank came last."),
     Quantity("late_seconds_total", "late_s", "How much later than the last but one it came then."),
     Quantity(
-        "spent_seconds_total on",
+        "pace_seconds_total on",
         {"own": "own_s", "input": "loading_s", "waiting": "waited_s"},
         "Where the time of training steps went.",
     ),
