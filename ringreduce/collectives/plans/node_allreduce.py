@@ -39,10 +39,12 @@ from ringreduce.transport.shared.compiled import (
     of_any_target,
 )
 
-#: Up to this size, NumPy copies private arrays to where the others read, and from there, at less cost than the system
-#: copies them; or of a pair, if either the source or the target is private. Compiled, that is quicker at all sizes.
+#: Up to this size, to copy private arrays to where the others read, and from there, takes less than copies by the
+#: system: by NumPy; where one of two arrays of a pair is private; and compiled. Beyond, each piece would be one more
+#: barrier, for which a rank waits long where others compute.
 _STAGED_NBYTES = 256 << 10
 _HALF_STAGED_NBYTES = 64 << 10
+_COMPILED_STAGED_NBYTES = 2 << 20
 #: Slices that ranks reduce begin at multiples of so many elements.
 _ALIGNED = 16
 #: Up to this size a pair's arrays are mailed whole, by compiled loops.
@@ -71,7 +73,9 @@ def plan_allreduce(context: Context, task: Task, source: Operand, target: Operan
     reads_private = arena.locate(source.address, nbytes) == NOWHERE
     stores_private = reads_private if in_place else arena.locate(target.address, nbytes) == NOWHERE
     both = reads_private and stores_private
-    staged_nbytes = nbytes if compiled else _STAGED_NBYTES if both else _HALF_STAGED_NBYTES if is_pair else -1
+    staged_nbytes = _STAGED_NBYTES if both else _HALF_STAGED_NBYTES if is_pair else -1
+    if compiled:
+        staged_nbytes = _COMPILED_STAGED_NBYTES
     if (reads_private or stores_private) and nbytes <= staged_nbytes:
         return through_board()
 
