@@ -44,7 +44,7 @@ from ringreduce.transport.shared.compiled import (
 #: barrier, for which a rank waits long where others compute.
 _STAGED_NBYTES = 256 << 10
 _HALF_STAGED_NBYTES = 64 << 10
-_COMPILED_STAGED_NBYTES = 2 << 20
+_COMPILED_STAGED_NBYTES = 1 << 20
 #: Slices that ranks reduce begin at multiples of so many elements.
 _ALIGNED = 16
 #: Up to this size a pair's arrays are mailed whole, by compiled loops.
