@@ -24,7 +24,7 @@ from ringreduce.collectives.call import Path, Task
 from ringreduce.collectives.context import LINE_NBYTES, Context, NodePlan
 from ringreduce.collectives.plan import BoundCall, Place
 from ringreduce.collectives.plans.bound import BlockMemory
-from ringreduce.collectives.plans.through_board import OnArrays, Staged
+from ringreduce.collectives.plans.staged import Staged
 from ringreduce.common.partition import Partition
 from ringreduce.transport.shared.arena import NOWHERE
 from ringreduce.transport.shared.board import Signature
@@ -149,8 +149,13 @@ class _ThroughBoard(BoundCall):
         """Return the instructions of the call."""
 
     @abstractmethod
-    def bound(self, number: int, source: Array, target: Array) -> OnArrays:
-        """Return the allreduce of ``source`` into ``target``, flat arrays, the same memory or apart, in a call."""
+    def bound(self, number: int, source: Array, target: Array) -> tuple[Call, Call]:
+        """Return the allreduce of ``source`` into ``target``, flat arrays, the same memory or apart, in a call.
+
+        Returns:
+            What copies in what the others read first, which may come before the rendezvous; and what reduces, once
+            every rank has done that.
+        """
 
     def _expected(self) -> list[int]:
         """Return the instruction that finds out whether a rank copies its input only after the rendezvous."""
@@ -208,26 +213,11 @@ class Mailed(_ThroughBoard):
         terms[self._board.index] = source
         return [copying(box, source), ENTER, self._expected(), partial(self._kernels.combine(terms), target)]
 
-    def bound(self, number: int, source: Array, target: Array) -> OnArrays:
+    def bound(self, number: int, source: Array, target: Array) -> tuple[Call, Call]:
         _, rooms = rooms_of(self._mailed_nbytes)
         turn = number & (2 * rooms - 1)
-        return _MailedArrays(source, target, *(self._turns.get(turn) or self._turn(turn)))
-
-
-class _MailedArrays:
-    """A `Mailed` that is bound to arrays."""
-
-    def __init__(self, source: Array, target: Array, box: Array, reduce: Callable[[Array], object]) -> None:
-        self._source = source
-        self._target = target
-        self._box = box
-        self._reduce = reduce
-
-    def copy_in(self) -> None:
-        self._box[...] = self._source
-
-    def run(self) -> None:
-        self._reduce(self._target)
+        box, reduce = self._turns.get(turn) or self._turn(turn)
+        return copying(box, source), partial(reduce, target)
 
 
 class StagedTwoShot(_ThroughBoard):
@@ -244,12 +234,12 @@ class StagedTwoShot(_ThroughBoard):
         self._last: dict[int, Staged] = {}  # By turn, bound to the arrays at the last addresses.
 
     def _run(self, source: Operand, target: Operand) -> None:
-        bound = self.bound(self._board.counters[0] + 1, source.view, target.view)
-        bound.copy_in()
+        copy_in, reduce = self.bound(self._board.counters[0] + 1, source.view, target.view)
+        copy_in()
         self._meet()
-        bound.run()
+        reduce()
 
-    def bound(self, number: int, source: Array, target: Array) -> OnArrays:
+    def bound(self, number: int, source: Array, target: Array) -> tuple[Call, Call]:
         where = address_of(source), address_of(target)
         if where != self._where:
             self._last.clear()
@@ -259,7 +249,7 @@ class StagedTwoShot(_ThroughBoard):
             into = unowned(target, where[1])
             given = into if where[0] == where[1] else unowned(source, where[0])
             self._last[turn] = self._bind(turn, given, into)
-        return self._last[turn]
+        return self._last[turn].copy_in, self._last[turn].run
 
     def _instructions(self, source: Array, target: Array) -> list[Instruction]:
         first, *others = self._bind(-1, source, target).instructions()
@@ -303,7 +293,7 @@ class TwoShot(NodePlan):
     """The allreduce of one array into one result, both flat.
 
     Each rank stores its block to all results. Where some rank publishes `NOWHERE`, as its array or its result is
-    private and small or cannot be copied by others, all go through staging areas.
+    private and small or cannot be copied by others, all go through mailboxes.
     """
 
     def __init__(
@@ -333,10 +323,10 @@ class TwoShot(NodePlan):
             return
         self._others = []
         self._compiled = None
-        bound = self._find_through_board().bound(self._board.number, self._source, self._target)
-        bound.copy_in()
+        copy_in, reduce = self._find_through_board().bound(self._board.number, self._source, self._target)
+        copy_in()
         self._board.barrier(self._text)
-        bound.run()
+        reduce()
 
     def _bind(self, others: tuple[int, ...]) -> list[Call]:
         """Return what to do for arrays of the other ranks at these places."""

@@ -307,7 +307,7 @@ class CompiledCall:
         self._library = library
         self._board = board
         self._text = text
-        self._plan, self._steps = plan
+        self._plan, self._instructions = plan
         self._absent = sorted(absent)
         self._share = share
 

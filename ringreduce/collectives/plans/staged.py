@@ -1,23 +1,11 @@
-"""Allreduces through memory of the board, bound to the arrays of a rank."""
+"""The allreduce of pieces that pass through mailboxes, bound to the arrays of a rank."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from ringreduce.buffers import Call
 from ringreduce.common.instruments import Instruments
 from ringreduce.transport.shared.board import Board
 from ringreduce.transport.shared.compiled import BARRIER, Instruction
-
-
-class OnArrays(Protocol):
-    """An allreduce through memory of the board, bound to the arrays of this rank."""
-
-    def copy_in(self) -> None:
-        """Copy what the other ranks read first; may come before the rendezvous."""
-
-    def run(self) -> None:
-        """Reduce, once every rank has called `copy_in`."""
 
 
 class Staged:
