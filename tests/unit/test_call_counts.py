@@ -34,6 +34,9 @@ STEP_LIMIT = 100
 #: Likewise, of the step alone, of torch with four parameters: the first one, and one like the last.
 TORCH_STEP_LIMITS = {"first": 640, "again": 110}
 
+#: The most worlds that are tried. An engine that waits for another rank's looks again, more often on a busy machine.
+WORLDS = 30
+
 
 def calls_of(function: Callable[[], object]) -> int:
     """Return how many functions of the package begin while a function runs, on this thread.
@@ -79,9 +82,11 @@ def test_a_call_goes_through_few_functions(node_size: int | None) -> None:
             else:
                 reduce()
 
-    for _ in range(10):
-        run_ranks(2, program, node_size=node_size)
     limits = LIMITS[node_size]
+    for _ in range(WORLDS):
+        run_ranks(2, program, node_size=node_size)
+        if all(least[name] <= limits[name] for name in limits):
+            break
     assert {name: least[name] for name in limits if least[name] > limits[name]} == {}
 
 
@@ -141,8 +146,10 @@ def test_a_training_step_goes_through_few_functions() -> None:
             else:
                 step()
 
-    for _ in range(6):
+    for _ in range(WORLDS):
         run_process_sets(2, train)
+        if min(counts) <= STEP_LIMIT:
+            break
     assert min(counts) <= STEP_LIMIT
 
 
@@ -169,6 +176,8 @@ def test_a_step_of_torch_goes_through_few_functions() -> None:
             else:
                 optimizer.step()
 
-    for _ in range(6):
+    for _ in range(WORLDS):
         run_process_sets(2, train)
+        if all(least[name] <= limit for name, limit in TORCH_STEP_LIMITS.items()):
+            break
     assert {name: least[name] for name, limit in TORCH_STEP_LIMITS.items() if least[name] > limit} == {}
