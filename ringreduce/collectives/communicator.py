@@ -34,6 +34,7 @@ A = TypeVar("A")
 _T = TypeVar("_T")
 
 _BARRIER = Signature.of("barrier", waits=False)
+_PARCEL_NBYTES = 1 << 10
 
 
 class Communicator:
@@ -87,6 +88,7 @@ class Communicator:
         lifetime: whether it can make calls.
         tallies: what the calls of each collective add up to, by its name.
         make: makes a call by the name of its collective, see `Runner.make`; without checks of options that it lacks.
+        parcel: 1 KiB in which packed objects travel: a call with the same memory is quick.
         point_to_point: carries messages from one rank to another; None: there are none.
         message_tallies: the same of messages from one rank to another.
     """
@@ -114,6 +116,7 @@ class Communicator:
         self._operands = Operands(self.gpu, context.arena, shares_results=self.size > 1)
         self._runner = Runner(context, state, self._operands, chooser=self._chooser, tallies=self.tallies)
         self.make = self._runner.make
+        self.parcel = np.zeros(_PARCEL_NBYTES, np.uint8)
         self._send_recv = SendRecv(context, channel)
         self.point_to_point = self._send_recv.point_to_point
         self.message_tallies = self._send_recv.tallies

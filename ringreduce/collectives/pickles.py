@@ -31,6 +31,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {}
 
 _SMALL_NBYTES = 16 << 10  # Arrays up to this size stay in the pickle: a collective for each would take longer.
 _PIECE_NBYTES = 16 << 20  # A rank sends another one at most so many bytes at once.
+_NUMBERS_NBYTES = 32  # What comes first in a parcel; then a pickle, if that fits.
 
 
 def gather(communicator: Communicator, obj: Any) -> list[Any]:
@@ -100,14 +101,19 @@ def broadcast_packed(
 ) -> tuple[Any, list[npt.NDArray[np.uint8]]]:
     """Give every rank what `skeleton` made on the root; raise on all ranks if that has failed."""
     total = len(data) + sum(memory.size for memory in memories)
-    header = np.array([len(data), failure is not None, len(memories), total], np.int64)
-    nbytes, failed, count, total = communicator.broadcast(header, root).tolist()
+    parcel = _fill(communicator.parcel, data, len(data), failure is not None, len(memories), total)
+    communicator.broadcast(parcel, root, out=parcel)
+    nbytes, failed, count, total = parcel[:_NUMBERS_NBYTES].view(np.int64).tolist()
     _require_small_enough(communicator, [total], [root])
     is_root = communicator.rank == root
-    pickled = np.frombuffer(data, np.uint8) if is_root else np.empty(nbytes, np.uint8)
-    pickled = communicator.broadcast(pickled, root)
+    pickled = parcel[_NUMBERS_NBYTES:][:nbytes].copy()
+    if pickled.size < nbytes:
+        pickled = np.frombuffer(data, np.uint8) if is_root else np.empty(nbytes, np.uint8)
+        pickled = communicator.broadcast(pickled, root)
     if failed:
         _raise_unsendable(root, pickled.tobytes(), failure)
+    if not count:
+        return pickled, []
     lengths = communicator.broadcast(np.array([memory.size for memory in memories] or [0] * count, np.int64), root)
     received = memories if is_root else [np.empty(length, np.uint8) for length in lengths]
     for array in received:
@@ -117,14 +123,29 @@ def broadcast_packed(
 
 def gather_packed(communicator: Communicator, data: bytes, failure: Exception | None) -> list[memoryview]:
     """Return the pickles of all ranks."""
-    headers = communicator.allgather(np.array([[len(data), failure is not None]], np.int64))
-    _require_small_enough(communicator, headers[:, 0].tolist(), range(communicator.size))
-    everyone = communicator.allgather(np.frombuffer(data, np.uint8))
-    parts = [part.data for part in np.split(everyone, np.cumsum(headers[:-1, 0]))]
-    for rank, (part, (_, failed)) in enumerate(zip(parts, headers, strict=True)):
+    parcels = communicator.allgather(_fill(communicator.parcel, data, len(data), failure is not None))
+    parcels = parcels.reshape(communicator.size, -1)
+    headers = parcels[:, :_NUMBERS_NBYTES].view(np.int64)
+    lengths = headers[:, 0].tolist()
+    _require_small_enough(communicator, lengths, range(communicator.size))
+    if max(lengths) <= parcels.shape[1] - _NUMBERS_NBYTES:
+        parts = [parcel[_NUMBERS_NBYTES:][:length].data for parcel, length in zip(parcels, lengths, strict=True)]
+    else:
+        everyone = communicator.allgather(np.frombuffer(data, np.uint8))
+        parts = [part.data for part in np.split(everyone, np.cumsum(lengths[:-1]))]
+    for rank, (part, failed) in enumerate(zip(parts, headers[:, 1], strict=True)):
         if failed:
             _raise_unsendable(rank, part.tobytes(), failure if rank == communicator.rank else None)
     return parts
+
+
+def _fill(parcel: npt.NDArray[np.uint8], data: bytes, *numbers: int) -> npt.NDArray[np.uint8]:
+    """Write numbers into a parcel, and a pickle if that fits; return it."""
+    parcel[: 8 * len(numbers)].view(np.int64)[:] = numbers
+    room = parcel[_NUMBERS_NBYTES:]
+    if len(data) <= room.size:
+        room[: len(data)] = np.frombuffer(data, np.uint8)
+    return parcel
 
 
 def alltoall_packed(

@@ -73,6 +73,15 @@ def test_an_array_that_occurs_twice_is_sent_once(world: rr.Communicator) -> None
     assert large.nbytes < rr.metrics().collectives["broadcast"].nbytes - before < 1.1 * large.nbytes
 
 
+def test_small_objects_come_whole(world: rr.Communicator) -> None:
+    """Of all sizes around the one that travels with the numbers before it, whether rank by rank or together."""
+    for nbytes in (0, 1, 7, *range(world.parcel.nbytes - 60, world.parcel.nbytes + 20)):
+        root = nbytes % world.size
+        assert rr.broadcast_object(bytes([world.rank]) * nbytes, root) == bytes([root]) * nbytes
+        everyone = rr.allgather_object(bytes([world.rank]) * (nbytes + world.rank))
+        assert everyone == [bytes([rank]) * (nbytes + rank) for rank in range(world.size)]
+
+
 def test_objects_are_gathered(world: rr.Communicator) -> None:
     """Of different sizes, in rank order, arrays included; under a name and without one."""
     for name in (None, "objects"):
