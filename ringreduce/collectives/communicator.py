@@ -373,10 +373,10 @@ class Communicator:
     def send(self, array: Any, dest: int, tag: int = 0) -> None:
         """Send an array to a rank that receives it; not collective.
 
-        More than 4 KiB were sent when this returns, which may take until that rank receives them; less may still be
-        under way, and waits only where 16 MiB of such arrays, of at least 64 B each, fill the memory that the ranks
-        share, until that rank receives some. What it has not received when this rank shuts down may be lost. Any thread
-        may call this.
+        More than 4 KiB, 64 KiB to a rank of the node, were sent when this returns, which may take until that rank
+        receives them; less may still be under way, and waits only where 16 MiB of such arrays, of at least 64 B each,
+        fill the memory that the ranks share, until that rank receives some. What it has not received when this rank
+        shuts down may be lost. Any thread may call this.
 
         Args:
             array: in host memory, of any strides.
@@ -386,7 +386,7 @@ class Communicator:
         Raises:
             ConfigError: there is no such rank or tag, or it is this rank.
             UnsupportedBufferError: the array is in device memory.
-            CollectiveTimeoutError: that rank did not receive it in time; if it has more than 4 KiB, it is still to be
+            CollectiveTimeoutError: that rank did not receive it in time; if it has more than that, it is still to be
                 sent, and must stay as it is. Or it did not receive what was sent before; then this is not sent.
             PeerLostError: a rank of this machine has failed.
         """

@@ -140,6 +140,7 @@ def _carrier(context: Context, channel: Messages) -> PointToPoint:
         lifetime=context.lifetime.child(),
         counts_decide=context.counts_decide,
         near=SharedControlChannel(context.node, context.messages) if shares else None,
+        compiled=context.node.loops.library,
     )
 
 

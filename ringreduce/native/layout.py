@@ -90,3 +90,26 @@ PLACES = 2
 CALLS = 0
 BARRIERS = 1
 WRITTEN = 2
+
+#: A stream of notes, in both directions, see `ringreduce.transport.control`: the addresses of the flags that say how
+#: many bytes were put here and there, and how many of those were taken;
+PUT_FLAG = 0
+COME_FLAG = 1
+TAKEN = 2
+#: where byte 0 of either direction were, did it lie where the buffer in use does, and where that buffer ends;
+PUT_BASE = 3
+PUT_END = 4
+TAKE_BASE = 5
+#: whether Python puts or takes just now, which a signal handler may have interrupted; how often a wait polls.
+PUTTING = 6
+TAKING = 7
+NOTE_POLLS = 8
+STREAM_FIELDS = 9
+#: A message whose array comes again: its stream, where the array is, its bytes, and those of the head of the note; the
+#: head, in whole words; what `is_same` takes. It ends `DONE`, `MOVED` (the array is another one by now), or
+#: `UNFINISHED`: Python sends or receives it.
+STREAM = 0
+ARRAY = 1
+ARRAY_NBYTES = 2
+HEAD_NBYTES = 3
+HEAD = 4

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from ringreduce.native.catalog import FUNCTIONS, KERNELS, PYTHON_SYMBOLS, SYSTEM_SYMBOLS
 
 _METH_FASTCALL = 0x80
-#: What Python calls.
-_CALLED = ("run", "run_into", "is_same")
+#: What Python calls with one address.
+SIMPLE = ("is_same", "put", "take")
+_CALLED = ("run", "run_into", *SIMPLE)
 
 
 class Library(NamedTuple):
@@ -20,7 +21,7 @@ class Library(NamedTuple):
         run: runs a plan, see `ringreduce.native.loops.run`; takes its address, those of source and target, and where
             to go on.
         run_into: the same, with the address of an array of NumPy in place of the target's.
-        is_same: see `ringreduce.native.loops.is_same`.
+        is_same, put, take: see `ringreduce.native.loops`.
         kernels: by dtype and operation: the bytes of a number, and the addresses of the functions of a `Kernel`.
     """
 
@@ -28,6 +29,8 @@ class Library(NamedTuple):
     run: Callable[[int, int, int, int], int]
     run_into: Callable[[int, int, int, int], int]
     is_same: Callable[[int], int]
+    put: Callable[[int], int]
+    take: Callable[[int], int]
 
 
 class _MethodDef(ctypes.Structure):

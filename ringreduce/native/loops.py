@@ -6,6 +6,8 @@ deaths, limits and errors are Python's: a call that has waited, or worked, for l
 
 from __future__ import annotations
 
+from functools import partial
+
 import numba
 from numba import njit, types
 
@@ -21,12 +23,15 @@ from ringreduce.native.intrinsics import (
 )
 from ringreduce.native.layout import (
     ADDRESS_BITS,
+    ARRAY,
+    ARRAY_NBYTES,
     ARRIVE,
     AWAIT,
     BARRIER_LINE,
     BARRIERS,
     BASES,
     CALLS,
+    COME_FLAG,
     COPY,
     COUNTERS,
     DIVISOR,
@@ -37,6 +42,8 @@ from ringreduce.native.layout import (
     FINISH,
     FROM_SOURCE,
     GROW,
+    HEAD,
+    HEAD_NBYTES,
     HELD_POLLS,
     ITEMSIZE,
     LATE_BARRIER,
@@ -45,12 +52,18 @@ from ringreduce.native.layout import (
     MAILBOX_NBYTES,
     MINE,
     MISMATCH,
+    MOVED,
     NEXT,
+    NOTE_POLLS,
     NUMBER,
     PAIR,
     POLLS,
     PUBLISHED,
     PUBLISHES,
+    PUT_BASE,
+    PUT_END,
+    PUT_FLAG,
+    PUTTING,
     REDUCE,
     ROOM,
     ROOMS,
@@ -61,12 +74,18 @@ from ringreduce.native.layout import (
     SHARED_OUT,
     SIGNATURE,
     SIZE,
+    STREAM,
+    TAKE_BASE,
+    TAKEN,
+    TAKING,
     UNFINISHED,
     WRITTEN,
     YIELDS,
 )
 
 _numbers = pointer_to(types.int64)
+_bytes = pointer_to(types.uint8)
+_compiled = partial(njit, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _WORD = 8
 #: After so many bytes a call returns, so that signals are heard: a millisecond at most.
 _MOST_NBYTES = 2 << 20
@@ -76,6 +95,12 @@ _MOST_NBYTES = 2 << 20
 def words(address):
     """Return numbers of 64 bits in memory."""
     return numba.carray(_numbers(address), 1)
+
+
+@njit
+def next_line(position):
+    """Return where in memory the line begins that follows."""
+    return (position + LINE_NBYTES - 1) // LINE_NBYTES * LINE_NBYTES
 
 
 @njit
@@ -172,7 +197,7 @@ def is_expected(plan, at):
     return True
 
 
-@njit(types.int64(*[types.int64] * 5), nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@_compiled(types.int64(*[types.int64] * 5))
 def run(address, source, target, phase, patient):
     """Begin a call with ``phase`` `DONE`, or go on with what it has returned; see `ringreduce.native.layout`."""
     plan = words(address)
@@ -235,7 +260,21 @@ def run(address, source, target, phase, patient):
     return code
 
 
-@njit(types.int64(types.int64), nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@njit
+def same_bytes(first, second, count):
+    """Return whether memory holds the same bytes."""
+    a, b = words(first), words(second)
+    for i in range(count // _WORD):
+        if a[i] != b[i]:
+            return False
+    c, d = numba.carray(_bytes(first), 1), numba.carray(_bytes(second), 1)
+    for i in range(count // _WORD * _WORD, count):  # noqa: SIM110
+        if c[i] != d[i]:
+            return False
+    return True
+
+
+@_compiled(types.int64(types.int64))
 def is_same(address):
     """Return whether memory has not changed: how many places, and of each its address, how many numbers, and these."""
     known = words(address)
@@ -248,3 +287,52 @@ def is_same(address):
                 return 0
         at += 2 + count
     return 1
+
+
+@_compiled(types.int64(types.int64))
+def put(address):
+    """Put a note, of a head and an array, into a stream; see `ringreduce.native.layout`."""
+    message = words(address)
+    head_nbytes = message[HEAD_NBYTES]
+    head = address + HEAD * _WORD
+    if not is_same(head + (head_nbytes + _WORD - 1) // _WORD * _WORD):
+        return MOVED
+    stream = words(message[STREAM])
+    nbytes = message[ARRAY_NBYTES]
+    start = words(stream[PUT_FLAG])[0]
+    end = start + _WORD + head_nbytes + nbytes
+    if stream[PUTTING] or end > stream[PUT_END]:
+        return UNFINISHED
+    note = stream[PUT_BASE] + start
+    words(note)[0] = head_nbytes + nbytes
+    copy(note + _WORD, head, head_nbytes)
+    copy(note + _WORD + head_nbytes, message[ARRAY], nbytes)
+    store_release(stream[PUT_FLAG], next_line(end))
+    return DONE
+
+
+@_compiled(types.int64(types.int64))
+def take(address):
+    """Take a note, of the head that is expected and an array, out of a stream, if one comes within moments."""
+    message = words(address)
+    head_nbytes = message[HEAD_NBYTES]
+    head = address + HEAD * _WORD
+    if not is_same(head + (head_nbytes + _WORD - 1) // _WORD * _WORD):
+        return MOVED
+    stream = words(message[STREAM])
+    start = stream[TAKEN]
+    polls = stream[NOTE_POLLS]
+    while load_acquire(stream[COME_FLAG]) == start:
+        if polls <= 0:
+            return UNFINISHED
+        polls -= 1
+        pause()
+    nbytes = message[ARRAY_NBYTES]
+    note = stream[TAKE_BASE] + start
+    if stream[TAKING] or stream[TAKE_BASE] == 0:
+        return UNFINISHED
+    if words(note)[0] != head_nbytes + nbytes or not same_bytes(note + _WORD, head, head_nbytes):
+        return UNFINISHED
+    copy(message[ARRAY], note + _WORD + head_nbytes, nbytes)
+    stream[TAKEN] = next_line(start + _WORD + head_nbytes + nbytes)
+    return DONE

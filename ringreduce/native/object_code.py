@@ -19,7 +19,7 @@ from ringreduce.native import loops
 from ringreduce.native.catalog import FUNCTIONS
 from ringreduce.native.elementwise import emit
 from ringreduce.native.layout import LATE_BARRIER, LATE_ENTRY, RELEASES
-from ringreduce.native.library import processor
+from ringreduce.native.library import SIMPLE, processor
 
 _DECLARATIONS = """
 declare i64 @PyLong_AsLongLong(ptr)
@@ -27,7 +27,6 @@ declare ptr @PyLong_FromLongLong(i64)
 declare ptr @PyEval_SaveThread()
 declare void @PyEval_RestoreThread(ptr)
 declare i32 @loop(ptr, ptr, i64, i64, i64, i64, i64)
-declare i32 @loop_is_same(ptr, ptr, i64)
 """
 
 #: What Python calls to run a plan. The loop gets one argument more: whether it is patient.
@@ -67,6 +66,7 @@ _TARGET_OF_ARRAY = """
   %field = getelementptr i8, ptr %array, i64 {offset}
   %memory = load i64, ptr %field"""
 _SIMPLE = """
+declare i32 @loop_{name}(ptr, ptr, i64)
 define ptr @{name}(ptr %self, ptr %given, i64 %count) {{
   %result = alloca i64
   %error = alloca ptr
@@ -98,7 +98,7 @@ def _functions() -> str:
             _DECLARATIONS,
             _RUN.format(name="run", arguments=_arguments(4), target="%a2", **constants),
             _RUN.format(name="run_into", arguments=of_array, target="%memory", **constants),
-            _SIMPLE.format(name="is_same", arguments=_arguments(1)),
+            *(_SIMPLE.format(name=name, arguments=_arguments(1)) for name in SIMPLE),
         )
     )
 
@@ -127,7 +127,8 @@ def compile_all() -> bytes:
     whole = llvm.parse_assembly(_functions())
     whole.triple = target.triple
     whole.link_in(_module(loops.run, "loop"))
-    whole.link_in(_module(loops.is_same, "loop_is_same"))
+    for name in SIMPLE:
+        whole.link_in(_module(getattr(loops, name), f"loop_{name}"))
     numbers = ir.Module()
     for name in FUNCTIONS:
         emit(numbers, name)

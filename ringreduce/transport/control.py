@@ -8,7 +8,22 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ringreduce.buffers import Array, address_of
+from ringreduce.buffers.same import unchanged
 from ringreduce.common.errors import TransportError
+from ringreduce.native.layout import (
+    COME_FLAG,
+    HEAD,
+    NOTE_POLLS,
+    PUT_BASE,
+    PUT_END,
+    PUT_FLAG,
+    PUTTING,
+    STREAM_FIELDS,
+    TAKE_BASE,
+    TAKEN,
+    TAKING,
+)
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared.arena import Arena, Block
 from ringreduce.transport.shared.board import fence
@@ -16,7 +31,9 @@ from ringreduce.transport.shared.node import Node
 
 _LINE = 64
 _BUFFER_NBYTES = 32 << 10
+_LARGER_NBYTES = 256 << 10  # Once a note takes more than a quarter of the usual buffer.
 _PART_NBYTES = 2 * _LINE + _BUFFER_NBYTES
+_POLLS = 300  # Of a compiled receive, before Python waits: about 10 us.
 
 _LENGTH = struct.Struct("<q")  # Length of the note that follows.
 _TURN = struct.Struct("<qq")  # In place of a length: the bytes of the next buffer, negative, and its place.
@@ -64,12 +81,13 @@ class SharedControlChannel:
             parts.memory[start : start + 2 * _LINE] = 0
         places = exchange_json(messages, parts.place)
         self.streams: dict[int, NoteStream] = {}
+        polls = 0 if node.board.waiter.crowded else _POLLS
         for number, peer in enumerate(members):
             if number != index:
                 mine = parts.view[number * _PART_NBYTES :][:_PART_NBYTES]
                 theirs = arena.peer_view(peer, places[peer], np.dtype(np.uint8), count=nbytes)
                 place = parts.place + number * _PART_NBYTES
-                self.streams[peer] = NoteStream(arena, peer, mine, place, theirs[index * _PART_NBYTES :].data)
+                self.streams[peer] = NoteStream(arena, peer, mine, place, theirs[index * _PART_NBYTES :].data, polls)
         self._all = tuple(self.streams.items())
 
     def post(self, note: bytes, peer: int) -> None:
@@ -77,7 +95,7 @@ class SharedControlChannel:
 
     def poll(self) -> tuple[int, bytes] | None:
         for place, (peer, stream) in enumerate(self._all, 1):
-            if stream.put_there[0] != stream.taken and not stream.taking:
+            if stream.put_there[0] != stream.state[TAKEN] and not stream.state[TAKING]:
                 note = stream.take()
                 self._all = self._all[place:] + self._all[:place]  # Turned, so that no rank is always served first.
                 return peer, note
@@ -116,29 +134,30 @@ class NoteStream:
         mine: this rank's part for the peer.
         place: of that.
         theirs: the peer's part for this rank.
+        polls: how often a compiled `take` looks for a note.
 
     Attributes:
         put_there: how many bytes the peer has put, as the peer says.
-        taken: how many of them were taken.
-        taking: whether `take` is under way, in what a signal handler has interrupted.
         grown: whether it took more memory to put notes, as the peer had not read enough; whoever looks resets it.
+        state: what compiled code knows of this, see `ringreduce.native.layout`.
     """
 
-    def __init__(self, arena: Arena, peer: int, mine: memoryview, place: int, theirs: memoryview) -> None:
+    def __init__(self, arena: Arena, peer: int, mine: memoryview, place: int, theirs: memoryview, polls: int) -> None:
         self._arena = arena
         self._peer = peer
         self._fence = fence()
-        self._putting = False
-        self.taking = False
         self.grown = False
         self._put_here = mine[:8].cast("q")
         self._turned_here = mine[_LINE : _LINE + 8].cast("q")
         self.put_there = theirs[:8].cast("q")
         self._turned_there = theirs[_LINE : _LINE + 8].cast("q")
-        self._buffer = _NoteBuffer(mine[2 * _LINE :], place + 2 * _LINE, None, first=0)
         self._full: deque[tuple[int, _NoteBuffer]] = deque()  # The buffers before, each with where the next one begins.
-        self._theirs = theirs[2 * _LINE : _PART_NBYTES], 0  # The peer's buffer, and where it begins.
-        self.taken = 0
+        self.state = np.zeros(STREAM_FIELDS, np.int64).data
+        self.state[PUT_FLAG] = _address(self._put_here)
+        self.state[COME_FLAG] = _address(self.put_there)
+        self.state[NOTE_POLLS] = polls
+        self._put_into(_NoteBuffer(mine[2 * _LINE :], place + 2 * _LINE, None, first=0))
+        self._take_from(theirs[2 * _LINE : _PART_NBYTES], 0)
 
     @property
     def unread(self) -> int:
@@ -151,9 +170,9 @@ class NoteStream:
         Raises:
             TransportError: a signal handler does so where it has interrupted this, or there is no more memory to share.
         """
-        if self._putting:
+        if self.state[PUTTING]:
             raise _interrupted()
-        self._putting = True
+        self.state[PUTTING] = 1
         try:
             put = self._put_here[0]
             buffer = self._buffer
@@ -168,7 +187,7 @@ class NoteStream:
                 self._fence()
             self._put_here[0] = buffer.first + -(-end // _LINE) * _LINE
         finally:
-            self._putting = False
+            self.state[PUTTING] = 0
 
     def _turn(self, put: int, nbytes: int) -> _NoteBuffer:
         """Go on in another buffer, in which a note of so many bytes fits; return that."""
@@ -181,14 +200,22 @@ class NoteStream:
             elif buffer.block is not None:
                 self._arena.release(buffer.block)
         if target is None:
-            block = self._arena.allocate(max(_BUFFER_NBYTES, nbytes))
+            usual = _BUFFER_NBYTES if nbytes <= _BUFFER_NBYTES // 4 else _LARGER_NBYTES
+            block = self._arena.allocate(max(usual, nbytes))
             target = _NoteBuffer(block.view, block.place, block, first=put)
             self.grown = True
         _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(target.memory), target.place)
         last = put, self._buffer
-        self._buffer = target  # Comes first: an exception of a signal handler must not leave it among the full ones.
+        self._put_into(target)  # Comes first: an exception of a signal handler must not leave it among the full ones.
         self._full.append(last)
         return target
+
+    def _put_into(self, buffer: _NoteBuffer) -> None:
+        """Put notes into a buffer from now on."""
+        self.state[PUT_END] = 0
+        self._buffer = buffer
+        self.state[PUT_BASE] = _address(buffer.memory) - buffer.first
+        self.state[PUT_END] = buffer.first + len(buffer.memory) - _LINE
 
     def take(self) -> bytes:
         """Return the peer's next note, which is there.
@@ -196,13 +223,13 @@ class NoteStream:
         Raises:
             TransportError: a signal handler does so where it has interrupted this, or the memory cannot be reached.
         """
-        if self.taking:
+        if self.state[TAKING]:
             raise _interrupted()
-        self.taking = True
+        self.state[TAKING] = 1
         try:
             if self._fence is not None:
                 self._fence()
-            taken = self.taken
+            taken = self.state[TAKEN]
             memory, first = self._theirs
             (nbytes,) = _LENGTH.unpack_from(memory, taken - first)
             if nbytes < 0:
@@ -211,15 +238,38 @@ class NoteStream:
                     memory = self._arena.peer_view(self._peer, place, np.dtype(np.uint8), count=-nbytes).data
                     first = taken
                     (nbytes,) = _LENGTH.unpack_from(memory, 0)
-                self._theirs = memory, first
+                self._take_from(memory, first)
                 self._turned_here[0] = taken + 1
             start = taken - first + _LENGTH.size
             end = start + nbytes
             note = bytes(memory[start:end])
-            self.taken = first + -(-end // _LINE) * _LINE
+            self.state[TAKEN] = first + -(-end // _LINE) * _LINE
             return note
         finally:
-            self.taking = False
+            self.state[TAKING] = 0
+
+    def _take_from(self, memory: memoryview, first: int) -> None:
+        """Take notes out of a buffer of the peer's that begins with this byte of the stream."""
+        self.state[TAKE_BASE] = 0
+        self._theirs = memory, first
+        self.state[TAKE_BASE] = _address(memory) - first
+
+    def message(self, head: bytes, array: Array) -> Array | None:
+        """Return what `Library.put` and `Library.take` take, to exchange notes of a head and this array; None: nothing.
+
+        It does not keep the array, and must not be used once that is freed.
+        """
+        known = unchanged(array)
+        if known is None:
+            return None
+        words = np.zeros(HEAD + -(-len(head) // 8), np.int64)
+        words[:HEAD] = _address(self.state), address_of(array), array.nbytes, len(head)
+        words[HEAD:].view(np.uint8)[: len(head)] = np.frombuffer(head, np.uint8)
+        return np.concatenate([words, known])
+
+
+def _address(memory: memoryview) -> int:
+    return address_of(np.frombuffer(memory, np.uint8))
 
 
 def _interrupted() -> TransportError:

@@ -14,6 +14,7 @@ import pytest
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError
+from ringreduce.native.layout import TAKEN
 from ringreduce.testing import caught, run_ranks
 from ringreduce.transport.control import NoteStream, SharedControlChannel
 from ringreduce.transport.shared.arena import Arena
@@ -206,7 +207,7 @@ def test_an_interrupt_leaves_a_whole_stream() -> None:
                     for each in expected[1:]:
                         writer.put(each)
                     found = []
-                    while reader.put_there[0] != reader.taken:
+                    while reader.put_there[0] != reader.state[TAKEN]:
                         found.append(reader.take())
                     assert found in (expected, expected[1:]), step
                 step += 1

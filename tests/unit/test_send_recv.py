@@ -12,6 +12,7 @@ import torch
 import ringreduce as rr
 from ringreduce.buffers import Operand
 from ringreduce.common.config import Config
+from ringreduce.native.layout import TAKING
 from ringreduce.testing import assert_equal, caught, run_ranks, sample
 
 
@@ -302,6 +303,75 @@ def test_what_a_sender_has_sent_before_it_shuts_down_in_order_is_received() -> N
     in_world(2, check)
 
 
+@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize("count", [0, 1, 33, 512, 5000, 8192, 8193])
+def test_arrays_that_come_again(count: int, node_size: int | None) -> None:
+    """The same arrays many times, under two tags that are received in another order, beside ones that are new."""
+
+    def check(communicator: rr.Communicator) -> None:
+        peer = 1 - communicator.rank
+        mine, again, theirs, other = (np.zeros(count) for _ in range(4))
+        for number in range(40):
+            mine[:] = number + 100 * communicator.rank
+            again[:] = -mine
+            if communicator.rank == 0:
+                communicator.send(mine, peer, 5)
+                communicator.send(again, peer, number % 2)
+                communicator.send(mine + 1, peer)
+                communicator.recv(theirs, peer)
+            else:
+                if number % 3 or count > 512:  # a large one is sent when it is received
+                    communicator.recv(theirs, peer, 5)
+                    communicator.recv(other, peer, number % 2)
+                else:  # what was sent first comes last
+                    communicator.recv(other, peer, number % 2)
+                    communicator.recv(theirs, peer, 5)
+                assert (theirs == number).all()
+                assert (other == -number).all()
+                communicator.recv(theirs, peer)
+                assert (theirs == number + 1).all()
+                communicator.send(mine, peer)
+        assert communicator.rank == 1 or (theirs == 139).all()
+
+    in_world(2, check, node_size=node_size)
+
+
+def test_an_array_that_comes_again_may_be_another() -> None:
+    """Reshaped, of another dtype, moved, read-only, or freed and followed by one at its place: it is seen."""
+
+    def check(communicator: rr.Communicator) -> None:
+        peer = 1 - communicator.rank
+        array = np.arange(6.0)
+
+        def exchange(expected: np.ndarray) -> None:
+            for _ in range(6):  # after three times, compiled
+                if communicator.rank == 0:
+                    communicator.send(array, peer)
+                else:
+                    array[...] = 0
+                    communicator.recv(array, peer)
+                    assert np.array_equal(array, expected)
+
+        exchange(np.arange(6.0))
+        array.shape = (2, 3)
+        exchange(np.arange(6.0).reshape(2, 3))
+        if communicator.rank == 0:
+            array.shape = (3, 2)
+            communicator.send(array, peer)
+            array.shape = (2, 3)
+        else:
+            assert isinstance(caught(communicator.recv, array, peer), rr.MismatchError)
+        exchange(np.arange(6.0).reshape(2, 3))
+        for number in range(30):
+            array = np.full((2, 3), float(number))
+            exchange(np.full((2, 3), float(number)))
+        if communicator.rank == 1:
+            array.flags.writeable = False
+            assert isinstance(caught(communicator.recv, array, peer), rr.UnsupportedBufferError)
+
+    in_world(2, check)
+
+
 @pytest.mark.parametrize("pending", [False, True])
 def test_signal_handlers_may_send_and_receive(pending: bool) -> None:
     """One sends while its thread receives, and receives while that sends. What it cannot do is an error to it alone."""
@@ -328,7 +398,7 @@ def test_signal_handlers_may_send_and_receive(pending: bool) -> None:
 
         def handler() -> None:  # where a processor other than x86 has a fence: in the midst of `take` and of `put`
             stream._fence = None
-            if stream.taking:
+            if stream.state[TAKING]:
                 communicator.send(np.full(1, 10.0), peer)
                 wrong = caught(communicator.recv, heard, peer, 2)
                 assert isinstance(wrong, rr.CollectiveTimeoutError if pending else rr.TransportError)
