@@ -33,13 +33,13 @@ any number of threads may use one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.buffers import DTYPES, DType, narrow, widen
+from ringreduce.buffers import DTYPES, DType, address_of, narrow, widen
 from ringreduce.buffers.dtypes import Array, Bytes
 from ringreduce.common.partition import pieces
 
@@ -72,20 +72,33 @@ class Codec(ABC):
     def nbytes(self, count: int) -> int:
         """Return the bytes that ``count`` elements take."""
 
+    @abstractmethod
     def encode(self, source: Floats, target: Bytes) -> None:
         """Write the encoding of ``source`` into all of ``target``. Equal values give equal bytes everywhere."""
+
+    @abstractmethod
+    def decode(self, source: Bytes, target: Floats) -> None:
+        """Overwrite ``target`` with the values that ``source`` encodes."""
+
+    @abstractmethod
+    def decode_add(self, source: Bytes, target: Floats) -> None:
+        """Add the values that ``source`` encodes to ``target``, with one float32 rounding each."""
+
+
+class _CodecInPieces(Codec):
+    """A codec by NumPy."""
+
+    def encode(self, source: Floats, target: Bytes) -> None:
         scratch = np.empty(min(source.size, _PIECE), np.float32)
         with np.errstate(all="ignore"):
             for values, encoded in self._pieces(source, target):
                 self._encode_piece(values, encoded, scratch[: values.size].reshape(values.shape))
 
     def decode(self, source: Bytes, target: Floats) -> None:
-        """Overwrite ``target`` with the values that ``source`` encodes."""
         for values, encoded in self._pieces(target, source):
             self._decode_piece(encoded, values)
 
     def decode_add(self, source: Bytes, target: Floats) -> None:
-        """Add the values that ``source`` encodes to ``target``, with one float32 rounding each."""
         scratch = np.empty(min(target.size, _PIECE), np.float32)
         with np.errstate(all="ignore"):
             for values, encoded in self._pieces(target, source):
@@ -106,7 +119,7 @@ class Codec(ABC):
         """Overwrite a piece of values."""
 
 
-class _HalfCodec(Codec):
+class _HalfCodec(_CodecInPieces):
     """A 16-bit float per element, rounded to nearest even; NaN stays NaN, and what is too large becomes infinite."""
 
     block = 1
@@ -131,7 +144,7 @@ class _HalfCodec(Codec):
         widen(encoded, self._dtype, values)
 
 
-class _ScaledCodec(Codec):
+class _ScaledCodec(_CodecInPieces):
     """Blocks of small codes with one scale each; the module says how scales are chosen.
 
     Args:
@@ -283,6 +296,36 @@ class _Fp8Codec(_ScaledCodec):
     def _expand(self, codes: Bytes, scaled: Floats) -> None:
         # No code is out of range: the mode saves a check, and the copy of the output that goes with it.
         np.take(self._VALUES, codes, out=scaled, mode="clip")
+
+
+class CompiledCodec(Codec):
+    """A codec whose loops are compiled.
+
+    Args:
+        codec: the same, by NumPy.
+        encode, decode: the loops, see `ringreduce.native.library.Library`.
+    """
+
+    def __init__(
+        self, codec: Codec, encode: Callable[[int, int, int], int], decode: Callable[[int, int, int, int], int]
+    ) -> None:
+        self.name = codec.name
+        self.block = codec.block
+        self._codec = codec
+        self._encode = encode
+        self._decode = decode
+
+    def nbytes(self, count: int) -> int:
+        return self._codec.nbytes(count)
+
+    def encode(self, source: Floats, target: Bytes) -> None:
+        self._encode(address_of(source), address_of(target), source.size)
+
+    def decode(self, source: Bytes, target: Floats) -> None:
+        self._decode(address_of(source), address_of(target), target.size, 0)
+
+    def decode_add(self, source: Bytes, target: Floats) -> None:
+        self._decode(address_of(source), address_of(target), target.size, 1)
 
 
 #: Names and their codecs, from the most to the fewest bits.

@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import Bytes, Call
-from ringreduce.buffers.codecs import CODECS
+from ringreduce.buffers.codecs import CODECS, CompiledCodec
 from ringreduce.collectives.call import Task
 from ringreduce.common.partition import Partition, Segment, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.common.topology import Topology
+from ringreduce.native.library import Library
 
 Floats = npt.NDArray[np.float32]
 
@@ -97,14 +98,27 @@ class Coded:
         segment_nbytes: the most bytes of a block that travel at once.
         task: what to do.
         data: this rank's buffer.
+        library: compiled loops; None: there are none.
 
     Attributes:
         segments: of the buffer.
         feedback: for the next call; None: rounding errors are dropped.
     """
 
-    def __init__(self, topology: Topology, rank: int, segment_nbytes: int, task: Task, data: Floats) -> None:
-        codec = self._codec = CODECS[task.kind.codec or ""]
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        segment_nbytes: int,
+        *,
+        task: Task,
+        data: Floats,
+        library: Library | None,
+    ) -> None:
+        codec = CODECS[task.kind.codec or ""]
+        if library is not None and codec.name in library.codecs:
+            codec = CompiledCodec(codec, *library.codecs[codec.name])
+        self._codec = codec
         nlanes = topology.lanes
         nnodes = len(topology.nodes)
         limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), segment_nbytes // 4)

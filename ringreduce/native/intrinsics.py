@@ -102,6 +102,36 @@ def pointer_to(element: Any) -> Any:
 
 
 @intrinsic
+def float_of(typing: Any, bits: Any) -> Any:
+    """Return the float of 32 bits that has these."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def bits_of(typing: Any, number: Any) -> Any:
+    """Return the bits of a float of 32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def rounded(typing: Any, number: Any) -> Any:
+    """Return the nearest whole number, of two the even one; unlike `round`, it can be vectorised."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic("llvm.rint", (ir.FloatType(),)), arguments)
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
 def call(typing: Any, function: Any, target: Any, first: Any, second: Any, count: Any, size: Any) -> Any:
     """Call a function of `ringreduce.native.elementwise` by its address."""
 

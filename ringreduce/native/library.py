@@ -11,6 +11,8 @@ from ringreduce.native.catalog import FUNCTIONS, KERNELS, PYTHON_SYMBOLS, SYSTEM
 _METH_FASTCALL = 0x80
 #: What Python calls with one address.
 SIMPLE = ("is_same", "put", "take")
+#: What encodes and decodes.
+CODECS = ("encode_int8", "decode_int8", "encode_int4", "decode_int4")
 _CALLED = ("run", "run_into", *SIMPLE)
 
 
@@ -22,10 +24,13 @@ class Library(NamedTuple):
             to go on.
         run_into: the same, with the address of an array of NumPy in place of the target's.
         is_same, put, take: see `ringreduce.native.loops`.
+        codecs: by name: what encodes floats, given addresses of both and the number of floats; and what decodes them,
+            given one number more, whether it adds to them.
         kernels: by dtype and operation: the bytes of a number, and the addresses of the functions of a `Kernel`.
     """
 
     kernels: dict[tuple[str, str], tuple[int, ...]]
+    codecs: dict[str, tuple[Callable[[int, int, int], int], Callable[[int, int, int, int], int]]]
     run: Callable[[int, int, int, int], int]
     run_into: Callable[[int, int, int, int], int]
     is_same: Callable[[int], int]
@@ -73,13 +78,15 @@ def load(content: bytes) -> Library:
         builder.import_symbol(name, _address(system, name))
     # Numba counts the references of arrays that own memory. None do here, so this is never called.
     builder.import_symbol("NRT_MemInfo_call_dtor", _address(system, "abort"))
-    for name in (*_CALLED, *FUNCTIONS):
+    for name in (*_CALLED, *CODECS, *FUNCTIONS):
         builder.export_symbol(name)
     linked = builder.link(jit, "ringreduce")
     _kept.append((jit, linked))
     addresses = {name: int(linked[name]) for name in FUNCTIONS}
     kernels = {key: (each.itemsize, *(addresses.get(name, 0) for name in each[1:])) for key, each in KERNELS.items()}
-    return Library(kernels, **{name: _function(linked[name], name) for name in _CALLED})
+    called = [_function(linked[name], name) for name in CODECS]
+    codecs = {"int8": (called[0], called[1]), "int4": (called[2], called[3])}
+    return Library(kernels, codecs, **{name: _function(linked[name], name) for name in _CALLED})
 
 
 def _address(library: Any, name: str) -> int:

@@ -85,7 +85,7 @@ from ringreduce.native.layout import (
 
 _numbers = pointer_to(types.int64)
 _bytes = pointer_to(types.uint8)
-_compiled = partial(njit, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+compiled = partial(njit, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _WORD = 8
 #: After so many bytes a call returns, so that signals are heard: a millisecond at most.
 _MOST_NBYTES = 2 << 20
@@ -197,7 +197,7 @@ def is_expected(plan, at):
     return True
 
 
-@_compiled(types.int64(*[types.int64] * 5))
+@compiled(types.int64(*[types.int64] * 5))
 def run(address, source, target, phase, patient):
     """Begin a call with ``phase`` `DONE`, or go on with what it has returned; see `ringreduce.native.layout`."""
     plan = words(address)
@@ -263,18 +263,21 @@ def run(address, source, target, phase, patient):
 @njit
 def same_bytes(first, second, count):
     """Return whether memory holds the same bytes."""
-    a, b = words(first), words(second)
-    for i in range(count // _WORD):
-        if a[i] != b[i]:
+    whole = count // _WORD
+    words_of_first = words(first)
+    words_of_second = words(second)
+    for i in range(whole):
+        if words_of_first[i] != words_of_second[i]:
             return False
-    c, d = numba.carray(_bytes(first), 1), numba.carray(_bytes(second), 1)
-    for i in range(count // _WORD * _WORD, count):  # noqa: SIM110
-        if c[i] != d[i]:
+    bytes_of_first = numba.carray(_bytes(first), 1)
+    bytes_of_second = numba.carray(_bytes(second), 1)
+    for i in range(whole * _WORD, count):  # noqa: SIM110
+        if bytes_of_first[i] != bytes_of_second[i]:
             return False
     return True
 
 
-@_compiled(types.int64(types.int64))
+@compiled(types.int64(types.int64))
 def is_same(address):
     """Return whether memory has not changed: how many places, and of each its address, how many numbers, and these."""
     known = words(address)
@@ -289,7 +292,7 @@ def is_same(address):
     return 1
 
 
-@_compiled(types.int64(types.int64))
+@compiled(types.int64(types.int64))
 def put(address):
     """Put a note, of a head and an array, into a stream; see `ringreduce.native.layout`."""
     message = words(address)
@@ -311,7 +314,7 @@ def put(address):
     return DONE
 
 
-@_compiled(types.int64(types.int64))
+@compiled(types.int64(types.int64))
 def take(address):
     """Take a note, of the head that is expected and an array, out of a stream, if one comes within moments."""
     message = words(address)

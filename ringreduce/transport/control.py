@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+import weakref
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +15,6 @@ from ringreduce.buffers.same import unchanged
 from ringreduce.common.errors import TransportError
 from ringreduce.native.layout import (
     COME_FLAG,
-    HEAD,
     NOTE_POLLS,
     PUT_BASE,
     PUT_END,
@@ -24,6 +25,7 @@ from ringreduce.native.layout import (
     TAKEN,
     TAKING,
 )
+from ringreduce.transport.array_notes import TAG, ArrayKind
 from ringreduce.transport.messages import Messages, exchange_json
 from ringreduce.transport.shared.arena import Arena, Block
 from ringreduce.transport.shared.board import fence
@@ -34,6 +36,8 @@ _BUFFER_NBYTES = 32 << 10
 _LARGER_NBYTES = 256 << 10  # Once a note takes more than a quarter of the usual buffer.
 _PART_NBYTES = 2 * _LINE + _BUFFER_NBYTES
 _POLLS = 300  # Of a compiled receive, before Python waits: about 10 us.
+
+_TRIES = 3  # So often Python sends or receives an array; then compiled code does.
 
 _LENGTH = struct.Struct("<q")  # Length of the note that follows.
 _TURN = struct.Struct("<qq")  # In place of a length: the bytes of the next buffer, negative, and its place.
@@ -262,10 +266,69 @@ class NoteStream:
         known = unchanged(array)
         if known is None:
             return None
-        words = np.zeros(HEAD + -(-len(head) // 8), np.int64)
-        words[:HEAD] = _address(self.state), address_of(array), array.nbytes, len(head)
-        words[HEAD:].view(np.uint8)[: len(head)] = np.frombuffer(head, np.uint8)
-        return np.concatenate([words, known])
+        fields = [_address(self.state), address_of(array), array.nbytes, len(head)]
+        padded = head + bytes(-len(head) % 8)
+        return np.concatenate([np.array(fields, np.int64), np.frombuffer(padded, np.int64), known])
+
+
+class RepeatedNote:
+    """A small array that comes again, to or from one rank with one tag.
+
+    Attributes:
+        array: it.
+        stream: its notes.
+        kind: of the array.
+        times: how often it came by Python since compiled code was last made for it.
+        message: what compiled code takes; None: it was not made.
+        address: of that; 0: there is none.
+    """
+
+    __slots__ = ("address", "array", "kind", "message", "stream", "times")
+
+    def __init__(self, array: weakref.ref[Array], stream: NoteStream, kind: ArrayKind) -> None:
+        self.array = array
+        self.stream = stream
+        self.kind = kind
+        self.times = 1
+        self.message: Array | None = None
+        self.address = 0
+
+
+class RepeatedNotes:
+    """Notes of small arrays that come again, for compiled code; see `NoteStream.message`.
+
+    Args:
+        streams: by rank.
+
+    Attributes:
+        by_key: by direction (whether it is sent), identity of the array, rank and tag, for as long as the array lives.
+    """
+
+    def __init__(self, streams: Mapping[int, NoteStream]) -> None:
+        self._streams = streams
+        self.by_key: dict[tuple[bool, int, int, int], RepeatedNote] = {}
+
+    def remember(self, key: tuple[bool, int, int, int], array: Array, kind: ArrayKind) -> None:
+        """Take note that Python exchanges an array; the third time, let compiled code do it from now on.
+
+        One that is new each time would not be worth it.
+
+        Args:
+            key: see ``by_key``.
+            array: C-contiguous, of NumPy.
+            kind: of it.
+        """
+        notes = self.by_key
+        note = notes.get(key)
+        if note is None:
+            notes[key] = RepeatedNote(weakref.ref(array, lambda _: notes.pop(key, None)), self._streams[key[2]], kind)
+            return
+        note.times += 1
+        if note.times >= _TRIES:
+            note.times = 0
+            note.kind = kind
+            note.message = note.stream.message(TAG.pack(key[3]) + kind.head, array)
+            note.address = 0 if note.message is None else address_of(note.message)
 
 
 def _address(memory: memoryview) -> int:

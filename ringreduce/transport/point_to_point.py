@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ringreduce.buffers import Array, DType, Operand, address_of, described
+from ringreduce.buffers import Array, Operand
 from ringreduce.common.errors import (
     CollectiveError,
     ConfigError,
@@ -26,56 +23,24 @@ from ringreduce.common.errors import (
 from ringreduce.common.lifetime import Lifetime
 from ringreduce.native.layout import DONE, TAKEN, TAKING
 from ringreduce.native.library import Library
-from ringreduce.transport.control import NoteStream, SharedControlChannel
+from ringreduce.transport.array_notes import (
+    HEAD,
+    LAST_TAG,
+    NUMBER,
+    SMALL,
+    SMALL_NEAR,
+    TAG,
+    ArrayKind,
+    kind_of,
+    small_kind_for,
+)
+from ringreduce.transport.control import NoteStream, RepeatedNotes, SharedControlChannel
 from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
 
-# A note: the tag, the head of the kind, then the array itself if it is small, else its number.
-_TAG = struct.Struct("<q")
-_LAST_TAG = (1 << 63) - 1
-_HEAD = struct.Struct("<qH")  # How many bytes follow, and how long the description is.
-_NUMBER = struct.Struct("<q")
-_SMALL = 4096  # Up to so many bytes travel in the note itself;
-_SMALL_NEAR = 64 << 10  # within a node, where a note is two copies.
-_TRIES = 3  # Of these, Python sends or receives an array; then compiled code does.
 _PIECE = 1 << 30  # The most bytes of one message.
 _UNREAD = 16 << 20  # Unread bytes of notes in shared memory before a send to that rank waits.
 _POLLS = 300  # Looks for a note, before others may have the lock: about 10 us.
-
-
-class ArrayKind(NamedTuple):
-    """What sender and receiver must agree on.
-
-    Attributes:
-        what: dtype and shape, in words.
-        nbytes: of such an array.
-        head: the same in notes, after the tag.
-        end: where that ends there.
-    """
-
-    what: str
-    nbytes: int
-    head: bytes
-    end: int
-
-
-@lru_cache(maxsize=1024)
-def _kind(what: str, nbytes: int) -> ArrayKind:
-    text = what.encode()
-    head = _HEAD.pack(nbytes, len(text)) + text
-    return ArrayKind(what, nbytes, head, end=_TAG.size + len(head))
-
-
-@lru_cache(maxsize=1024)
-def small_kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayKind | None:
-    """Return the kind of NumPy arrays that travel in notes; None: they do not.
-
-    Raises:
-        UnsupportedBufferError: their elements are not supported.
-    """
-    row = DType.of(dtype)
-    nbytes = dtype.itemsize * prod(shape)
-    return _kind(described(row.name, shape), nbytes) if nbytes <= _SMALL_NEAR else None
 
 
 class PeerTransfer:
@@ -116,29 +81,6 @@ class PeerTransfer:
         self.done = True
 
 
-class _Repeat:
-    """A small array that comes again, to or from one rank with one tag.
-
-    Attributes:
-        array: it.
-        stream: its notes.
-        kind: of the array.
-        times: how often it came by Python since compiled code was last made for it.
-        message: what compiled code takes; None: it was not made.
-        address: of that; 0: there is none.
-    """
-
-    __slots__ = ("address", "array", "kind", "message", "stream", "times")
-
-    def __init__(self, array: weakref.ref[Array], stream: NoteStream, kind: ArrayKind) -> None:
-        self.array = array
-        self.stream = stream
-        self.kind = kind
-        self.times = 1
-        self.message: Array | None = None
-        self.address = 0
-
-
 class PointToPoint:
     """Sends and receives between the ranks of one group. Thread-safe.
 
@@ -168,10 +110,10 @@ class PointToPoint:
         compiled: Library | None = None,
     ) -> None:
         self._compiled = compiled
-        self._repeats: dict[tuple[bool, int, int, int], _Repeat] = {}  # By direction, identity of the array, peer, tag.
         self._counts_decide = counts_decide
         self._streams = {} if near is None else near.streams
         self._near = {} if counts_decide else self._streams
+        self._repeated = RepeatedNotes(self._near)
         self._polls = [] if near is None else [near.poll]
         if len(self._streams) < messages.size - 1:
             self._polls.append(messages.poll)
@@ -208,8 +150,8 @@ class PointToPoint:
             PeerLostError: a rank of the group has failed.
         """
         _require(peer, tag, rank=self._messages.rank, size=self._messages.size)
-        kind = _kind(source.describe(by_count=self._counts_decide), source.nbytes)
-        is_small = self._fits_in_note(kind.nbytes, peer)
+        kind = kind_of(source.describe(by_count=self._counts_decide), source.nbytes)
+        is_small = kind.nbytes <= (SMALL_NEAR if peer in self._streams else SMALL)
         data = source.view if is_small or source.contiguous else source.flat()
         transfer = PeerTransfer(data, kind, peer, tag=tag, is_send=True)
         stream = self._streams.get(peer)
@@ -219,7 +161,7 @@ class PointToPoint:
             self._lifetime.require_open("message")
             # No other array has this number, even if this one fails.
             number = 0 if is_small else next(self._numbers[peer])
-            note = _TAG.pack(tag) + kind.head + (data.tobytes() if is_small else _NUMBER.pack(number))
+            note = TAG.pack(tag) + kind.head + (data.tobytes() if is_small else NUMBER.pack(number))
             if stream is None:
                 self._messages.post(note, peer)
             else:
@@ -239,21 +181,22 @@ class PointToPoint:
         Returns:
             Its kind; None: it was not sent, and `send` can send it or say why not.
         """
-        repeat = self._repeats.get((True, id(array), peer, tag)) if type(peer) is type(tag) is int else None
+        key = True, id(array), peer, tag
+        repeat = self._repeated.by_key.get(key) if type(peer) is type(tag) is int else None
         if repeat is not None and repeat.address and not repeat.stream.grown:
             assert self._compiled is not None
             with self._lock:
                 if self._lifetime.open and self._compiled.put(repeat.address) == DONE:
                     return repeat.kind
-        kind = _small_kind_for(self._near, array, peer, tag)
+        kind = small_kind_for(self._near, array, peer, tag)
         if kind is not None:
             stream = self._streams[peer]
             with self._lock:
                 if stream.grown or not self._lifetime.open:
                     return None
-                stream.put(_TAG.pack(tag) + kind.head + array.tobytes())
-            if array.flags.c_contiguous:
-                self._remember((True, id(array), peer, tag), array, kind, repeat)
+                stream.put(TAG.pack(tag) + kind.head + array.tobytes())
+            if self._compiled is not None and array.flags.c_contiguous:
+                self._repeated.remember(key, array, kind)
         return kind
 
     def recv_now(self, out: Any, peer: Any, tag: Any, kind: ArrayKind | None = None) -> ArrayKind | None:
@@ -266,7 +209,8 @@ class PointToPoint:
         Returns:
             Its kind; None: nothing was received, and `recv` can receive what comes.
         """
-        repeat = self._repeats.get((False, id(out), peer, tag)) if type(peer) is type(tag) is int else None
+        key = False, id(out), peer, tag
+        repeat = self._repeated.by_key.get(key) if type(peer) is type(tag) is int else None
         if repeat is not None and repeat.address:
             assert self._compiled is not None
             with self._lock:
@@ -274,11 +218,12 @@ class PointToPoint:
                 if not waits and self._compiled.take(repeat.address) == DONE:
                     return repeat.kind
         if kind is None:
-            kind = _small_kind_for(self._near, out, peer, tag)
+            kind = small_kind_for(self._near, out, peer, tag)
             if kind is None or not out.flags.carray:
                 return None
-        self._remember((False, id(out), peer, tag), out, kind, repeat)
-        head = _TAG.pack(tag) + kind.head
+        if self._compiled is not None:
+            self._repeated.remember(key, out, kind)
+        head = TAG.pack(tag) + kind.head
         stream = self._streams[peer]
         there = stream.put_there
         taken = stream.state[TAKEN]
@@ -299,38 +244,15 @@ class PointToPoint:
             if note.startswith(head):
                 out[...] = np.ndarray(out.shape, out.dtype, note, kind.end)
                 return kind
-            self._announced.append((peer, *_TAG.unpack_from(note), note))
+            self._announced.append((peer, *TAG.unpack_from(note), note))
         return None
 
     def exchanged_kind(self, array: Any, out: Any, peer: Any, tag: Any) -> ArrayKind | None:
         """Return the kind of ``out``, if `recv_now` may receive into it while ``array`` is sent; None: it may not."""
-        kind = _small_kind_for(self._near, out, peer, tag)
+        kind = small_kind_for(self._near, out, peer, tag)
         if kind is None or not out.flags.carray or type(array) is not np.ndarray or np.may_share_memory(array, out):
             return None
         return kind
-
-    def _remember(self, key: tuple[bool, int, int, int], array: Array, kind: ArrayKind, repeat: _Repeat | None) -> None:
-        """Let compiled code exchange an array from the third time on: one that is new each time is not worth more.
-
-        Args:
-            key: in ``_repeats``.
-            array: C-contiguous.
-            kind: of it.
-            repeat: what is remembered so far.
-        """
-        if self._compiled is None:
-            return
-        if repeat is None:
-            repeats = self._repeats
-            array_reference = weakref.ref(array, lambda _: repeats.pop(key, None))
-            repeats[key] = _Repeat(array_reference, self._streams[key[2]], kind)
-            return
-        repeat.times += 1
-        if repeat.times >= _TRIES:
-            repeat.kind = kind
-            repeat.message = repeat.stream.message(_TAG.pack(key[3]) + kind.head, array)
-            repeat.address = 0 if repeat.message is None else address_of(repeat.message)
-            repeat.times = 0
 
     def recv(self, target: Operand, peer: int | None, tag: int) -> PeerTransfer:
         """Begin to receive into an array.
@@ -340,8 +262,8 @@ class PointToPoint:
         """
         _require(peer, tag, rank=self._messages.rank, size=self._messages.size)
         target.require_writable()
-        kind = _kind(target.describe(by_count=self._counts_decide), target.nbytes)
-        in_place = target.contiguous or kind.nbytes <= _SMALL
+        kind = kind_of(target.describe(by_count=self._counts_decide), target.nbytes)
+        in_place = target.contiguous or kind.nbytes <= SMALL
         data = target.view if in_place else np.empty(target.shape, target.dtype.storage)
         transfer = PeerTransfer(data, kind, peer, tag=tag, is_send=False)
         if not in_place:
@@ -398,10 +320,6 @@ class PointToPoint:
         with self._lock:
             if transfer in self._awaited:
                 self._awaited.remove(transfer)
-
-    def _fits_in_note(self, nbytes: int, peer: int) -> bool:
-        """Return whether so many bytes travel to or from a rank in a note."""
-        return nbytes <= (_SMALL_NEAR if peer in self._streams else _SMALL)
 
     def advance(self) -> None:
         """Do what can be done without waiting; does nothing while another thread does so."""
@@ -473,7 +391,7 @@ class PointToPoint:
 
     def _take(self, sender: int, note: bytes) -> None:
         """Take a note that has come."""
-        (tag,) = _TAG.unpack_from(note)
+        (tag,) = TAG.unpack_from(note)
         for place, transfer in enumerate(self._awaited):
             if transfer.tag == tag and transfer.peer in (None, sender):
                 del self._awaited[place]
@@ -489,20 +407,21 @@ class PointToPoint:
         """Receive the array of a note."""
         transfer.peer = sender
         kind = transfer.kind
+        most = SMALL_NEAR if sender in self._streams else SMALL
         data = transfer.data
-        if note.startswith(kind.head, _TAG.size):
-            if self._fits_in_note(kind.nbytes, sender):
+        if note.startswith(kind.head, TAG.size):
+            if kind.nbytes <= most:
                 data[...] = np.ndarray(data.shape, data.dtype, note, kind.end)
                 transfer.end()
             else:
-                self._start(transfer, sender, *_NUMBER.unpack_from(note, kind.end))
+                self._start(transfer, sender, *NUMBER.unpack_from(note, kind.end))
             return
-        nbytes, length = _HEAD.unpack_from(note, _TAG.size)
-        start = _TAG.size + _HEAD.size
-        sent = _kind(note[start : start + length].decode(), nbytes)
-        if not self._fits_in_note(nbytes, sender):
+        nbytes, length = HEAD.unpack_from(note, TAG.size)
+        start = TAG.size + HEAD.size
+        sent = kind_of(note[start : start + length].decode(), nbytes)
+        if nbytes > most:
             dropped = PeerTransfer(np.empty(nbytes, np.uint8), sent, sender, transfer.tag, is_send=False)
-            self._start(dropped, sender, *_NUMBER.unpack_from(note, sent.end))
+            self._start(dropped, sender, *NUMBER.unpack_from(note, sent.end))
         rank = self._messages.rank
         values = {sender: f"send to rank {rank} ({sent.what}, tag {transfer.tag})", rank: str(transfer)}
         transfer.end(MismatchError(values))
@@ -517,20 +436,8 @@ class PointToPoint:
         self._moving.append(transfer)
 
 
-def _small_kind_for(streams: Mapping[int, NoteStream], array: Any, peer: Any, tag: Any) -> ArrayKind | None:
-    """Return the kind of a small NumPy array, if that is exchanged with a rank that one of these streams reaches."""
-    if (
-        type(array) is not np.ndarray
-        or not type(peer) is type(tag) is int
-        or peer not in streams
-        or not 0 <= tag <= _LAST_TAG
-    ):
-        return None
-    return small_kind(array.dtype, array.shape)
-
-
 def _require(peer: int | None, tag: int, rank: int, size: int) -> None:
     if peer is not None and (not 0 <= peer < size or peer == rank):
         raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
-    if not 0 <= tag <= _LAST_TAG:
+    if not 0 <= tag <= LAST_TAG:
         raise ConfigError(f"tags are at least 0, got {tag}")

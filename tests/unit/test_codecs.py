@@ -13,10 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringreduce.buffers.codecs import CODECS, Codec
+from ringreduce.buffers.codecs import CODECS, Codec, CompiledCodec
+from ringreduce.common.config import Config
+from ringreduce.native.cache import loops
 
-ALL = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 SCALED = {"fp8": 448, "int8": 127, "int4": 7}
+
+
+def codecs() -> dict[str, Codec]:
+    """Return all codecs; where Numba is installed, also those with compiled loops."""
+    library = loops(Config.from_environ().caches).library
+    compiled = {} if library is None else library.codecs
+    return {**CODECS, **{f"{name}, compiled": CompiledCodec(CODECS[name], *pair) for name, pair in compiled.items()}}
+
+
+TRIED = codecs()
+ALL = pytest.mark.parametrize("codec", TRIED.values(), ids=TRIED)
+ALL_SCALED = pytest.mark.parametrize(
+    "codec",
+    [each for each in TRIED.values() if each.name in SCALED],
+    ids=[name for name, each in TRIED.items() if each.name in SCALED],
+)
 BLOCKS = {"bf16": 1, "fp16": 1, "fp8": 256, "int8": 256, "int4": 64}
 SMALLEST_NORMAL = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
@@ -157,21 +174,21 @@ def test_fp8_rounds_as_float8_e4m3fn() -> None:
     np.testing.assert_array_equal(passed(CODECS["fp8"], rows.reshape(-1)), expected.astype(np.float32).reshape(-1))
 
 
-@pytest.mark.parametrize("name", SCALED)
+@ALL_SCALED
 @given(few=FLOATS)
-def test_blocks_are_those_of_the_reference(name: str, few: np.ndarray) -> None:
+def test_blocks_are_those_of_the_reference(codec: Codec, few: np.ndarray) -> None:
     """Scales and codes are those that float64 gives, block by block, whatever the elements are."""
     with np.errstate(all="ignore"):
         values = spread(few)
-    assert encoded(CODECS[name], values).tobytes() == reference(name, values)
+    assert encoded(codec, values).tobytes() == reference(codec.name, values)
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_many_blocks_are_those_of_the_reference(name: str, rng: np.random.Generator) -> None:
+@ALL_SCALED
+def test_many_blocks_are_those_of_the_reference(codec: Codec, rng: np.random.Generator) -> None:
     """The same for several pieces and a short last block, with blocks of all magnitudes that float32 has."""
     exponents = np.repeat(rng.integers(-140, 128, -(-SEVERAL_PIECES // 64)), 64)[:SEVERAL_PIECES]
     values = np.ldexp(rng.uniform(-1, 1, SEVERAL_PIECES), exponents).astype(np.float32)
-    assert encoded(CODECS[name], values).tobytes() == reference(name, values)
+    assert encoded(codec, values).tobytes() == reference(codec.name, values)
 
 
 @ALL
@@ -194,12 +211,11 @@ def test_zeros_stay_zeros(codec: Codec, value: float) -> None:
     np.testing.assert_array_equal(passed(codec, values)[1:], 0)
 
 
-@pytest.mark.parametrize("name", SCALED)
+@ALL_SCALED
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_block_with_nan_or_infinity_becomes_nan(name: str, value: float, place: int) -> None:
+def test_a_block_with_nan_or_infinity_becomes_nan(codec: Codec, value: float, place: int) -> None:
     """An overflow reaches all of its block, be it the shorter one, and nothing else."""
-    codec = CODECS[name]
     values = np.linspace(-1, 1, 2 * codec.block + 5, dtype=np.float32)
     whole = passed(codec, values)
     values[place * codec.block + 3] = value
@@ -209,20 +225,20 @@ def test_a_block_with_nan_or_infinity_becomes_nan(name: str, value: float, place
     np.testing.assert_array_equal(actual[~touched], whole[~touched])
 
 
-@pytest.mark.parametrize("name", SCALED)
+@ALL_SCALED
 @pytest.mark.parametrize("value", [LARGEST, 3e38, -LARGEST])
-def test_huge_values_stay_finite(name: str, value: float) -> None:
+def test_huge_values_stay_finite(codec: Codec, value: float) -> None:
     """The largest float32 is no overflow: what comes out is as large but for the rounding of the scale."""
-    values = np.full(CODECS[name].block + 3, value, np.float32)
-    np.testing.assert_allclose(passed(CODECS[name], values), values, rtol=2.0**-8)
+    values = np.full(codec.block + 3, value, np.float32)
+    np.testing.assert_allclose(passed(codec, values), values, rtol=2.0**-8)
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_blocks_of_subnormal_numbers(name: str) -> None:
+@ALL_SCALED
+def test_blocks_of_subnormal_numbers(codec: Codec) -> None:
     """The scale is the smallest normal number at least, so no subnormal number is off by more than half of that."""
-    values = np.arange(CODECS[name].block + 3, dtype=np.uint32).view(np.float32).copy()
+    values = np.arange(codec.block + 3, dtype=np.uint32).view(np.float32).copy()
     values[1::2] += np.float32(0.9 * SMALLEST_NORMAL)
-    errors = np.abs(passed(CODECS[name], values).astype(np.float64) - values)
+    errors = np.abs(passed(codec, values).astype(np.float64) - values)
     assert errors.max() <= SMALLEST_NORMAL / 2
 
 

@@ -164,7 +164,12 @@ class _MessageReduction(BoundCall):
             segments = segments_of_buffer(count, nblocks, context.segment_limit(self._work, count // nblocks))
         else:
             self.coding = Coded(
-                context.topology, context.rank, context.config.segment_nbytes, task=task, data=self._work
+                context.topology,
+                context.rank,
+                context.config.segment_nbytes,
+                task=task,
+                data=self._work,
+                library=context.node.loops.library,
             )
             segments = self.coding.segments
         self._schedule = NodeSchedule(context, task, self._work, segments=segments, coding=self.coding)

@@ -106,8 +106,8 @@ def join(
     else:
         arena.copies_private = config.private_memory and copies_private()
     board = Board(arena, members, places, rank=messages.rank, waiter=waiter)
-    compiled = Loops(why_not="this rank is alone on its node")
-    if len(members) > 1:
+    compiled = Loops(why_not="this rank is alone")
+    if messages.size > 1:  # A rank that is alone on its node encodes what it sends to others.
         compiled = loops(config.caches) if config.native else Loops(why_not="RINGREDUCE_NATIVE is 0")
     reasons = exchange_json(messages, compiled.why_not, _is_text)  # Besides, nobody may flag before everyone looks.
     lacking = [member for member in members if reasons[member]]
