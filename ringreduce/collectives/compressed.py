@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.buffers import Bytes, Call
-from ringreduce.buffers.codecs import CODECS, CompiledCodec
+from ringreduce.buffers.codecs import CODECS, Codec, CompiledCodec
 from ringreduce.collectives.call import Task
 from ringreduce.common.partition import Partition, Segment, segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
@@ -115,10 +115,7 @@ class Coded:
         data: Floats,
         library: Library | None,
     ) -> None:
-        codec = CODECS[task.kind.codec or ""]
-        if library is not None and codec.name in library.codecs:
-            codec = CompiledCodec(codec, *library.codecs[codec.name])
-        self._codec = codec
+        codec = self._codec = best_codec(task.kind.codec or "", library)
         nlanes = topology.lanes
         nnodes = len(topology.nodes)
         limit = min(_MANY * _MESSAGE_NBYTES // codec.nbytes(_MANY), segment_nbytes // 4)
@@ -200,6 +197,12 @@ class Coded:
         if feedback is not None:
             assert feedback.summed is not None
             feedback.measure(total, own, feedback.summed[self._kept[part.start]])
+
+
+def best_codec(name: str, library: Library | None) -> Codec:
+    """Return the codec of this name, with compiled loops if the library has them."""
+    codec = CODECS[name]
+    return codec if library is None or name not in library.codecs else CompiledCodec(codec, *library.codecs[name])
 
 
 def _segments(lanes: Segment, nnodes: int, limit: int, align: int) -> list[Segment]:

@@ -11,6 +11,7 @@ from functools import partial
 import numba
 from numba import njit, types
 
+from ringreduce.native import layout
 from ringreduce.native.intrinsics import (
     call,
     copy,
@@ -20,67 +21,6 @@ from ringreduce.native.intrinsics import (
     pause,
     pointer_to,
     store_release,
-)
-from ringreduce.native.layout import (
-    ADDRESS_BITS,
-    ARRAY,
-    ARRAY_NBYTES,
-    ARRIVE,
-    AWAIT,
-    BARRIER_LINE,
-    BARRIERS,
-    BASES,
-    CALLS,
-    COME_FLAG,
-    COPY,
-    COUNTERS,
-    DIVISOR,
-    DONE,
-    ENTER,
-    EXPECT,
-    FIELDS,
-    FINISH,
-    FROM_SOURCE,
-    GROW,
-    HEAD,
-    HEAD_NBYTES,
-    HELD_POLLS,
-    ITEMSIZE,
-    LATE_BARRIER,
-    LATE_ENTRY,
-    LINE_NBYTES,
-    MAILBOX_NBYTES,
-    MINE,
-    MISMATCH,
-    MOVED,
-    NEXT,
-    NOTE_POLLS,
-    NUMBER,
-    PAIR,
-    POLLS,
-    PUBLISHED,
-    PUBLISHES,
-    PUT_BASE,
-    PUT_END,
-    PUT_FLAG,
-    PUTTING,
-    REDUCE,
-    ROOM,
-    ROOMS,
-    ROUND,
-    SCRATCH,
-    SCRATCH_NBYTES,
-    SHARE_OUT,
-    SHARED_OUT,
-    SIGNATURE,
-    SIZE,
-    STREAM,
-    TAKE_BASE,
-    TAKEN,
-    TAKING,
-    UNFINISHED,
-    WRITTEN,
-    YIELDS,
 )
 
 _numbers = pointer_to(types.int64)
@@ -100,22 +40,22 @@ def words(address):
 @njit
 def next_line(position):
     """Return where in memory the line begins that follows."""
-    return (position + LINE_NBYTES - 1) // LINE_NBYTES * LINE_NBYTES
+    return (position + layout.LINE_NBYTES - 1) // layout.LINE_NBYTES * layout.LINE_NBYTES
 
 
 @njit
 def place(plan, word):
     """Return the address in an instruction."""
-    return plan[BASES + (word >> ADDRESS_BITS)] + (word & (FROM_SOURCE - 1))
+    return plan[layout.BASES + (word >> layout.ADDRESS_BITS)] + (word & (layout.FROM_SOURCE - 1))
 
 
 @njit
 def all_there(plan, line, number, patient):
     """Wait until the flag of a line is ``number`` or more on all other members; return whether it is."""
-    polls = plan[POLLS] if patient else plan[HELD_POLLS]
-    yields = plan[YIELDS] if patient else 0
-    for peer in range(plan[SIZE] - 1):
-        flag = plan[FIELDS + peer] + line
+    polls = plan[layout.POLLS] if patient else plan[layout.HELD_POLLS]
+    yields = plan[layout.YIELDS] if patient else 0
+    for peer in range(plan[layout.SIZE] - 1):
+        flag = plan[layout.FIELDS + peer] + line
         tries = 0
         while load_acquire(flag) < number:
             if tries >= polls:
@@ -131,23 +71,23 @@ def all_there(plan, line, number, patient):
 @njit
 def publish(plan, counters):
     """Count a call, and let the others see it."""
-    number = counters[CALLS] + 1
-    counters[CALLS] = number
-    mine = plan[MINE] + (number & 1) * LINE_NBYTES
+    number = counters[layout.CALLS] + 1
+    counters[layout.CALLS] = number
+    mine = plan[layout.MINE] + (number & 1) * layout.LINE_NBYTES
     line = words(mine)
     # Others poll this line: each store makes it travel.
-    for i in range(plan[PUBLISHES]):
-        if line[SIGNATURE + i] != plan[PUBLISHED + i]:
-            line[SIGNATURE + i] = plan[PUBLISHED + i]
-            counters[WRITTEN + (number & 1)] = 1
-    store_release(mine + NUMBER * _WORD, number)
+    for i in range(plan[layout.PUBLISHES]):
+        if line[layout.SIGNATURE + i] != plan[layout.PUBLISHED + i]:
+            line[layout.SIGNATURE + i] = plan[layout.PUBLISHED + i]
+            counters[layout.WRITTEN + (number & 1)] = 1
+    store_release(mine + layout.NUMBER * _WORD, number)
 
 
 @njit
 def alike(plan, line):
     """Return whether all other members, which have entered, call the same."""
-    for peer in range(plan[SIZE] - 1):  # noqa: SIM110  Numba has no `all`
-        if words(plan[FIELDS + peer] + line)[SIGNATURE] != plan[PUBLISHED]:
+    for peer in range(plan[layout.SIZE] - 1):
+        if words(plan[layout.FIELDS + peer] + line)[layout.SIGNATURE] != plan[layout.PUBLISHED]:
             return False
     return True
 
@@ -160,30 +100,45 @@ def reduce(plan, at):
     """
     count = plan[at + 1]
     size = plan[at + 2]
-    divisor = plan[DIVISOR]
+    pair = plan[layout.PAIR]
+    divisor = plan[layout.DIVISOR]
     target = place(plan, plan[at + 3])
     terms = at + 4
-    scratch = plan[SCRATCH]
-    itemsize = plan[ITEMSIZE]
-    wide = plan[GROW] != 0
-    limit = max(count, 1) if size == 2 else SCRATCH_NBYTES // (8 if wide else itemsize)
+    scratch = plan[layout.SCRATCH]
+    itemsize = plan[layout.ITEMSIZE]
+    wide = plan[layout.GROW] != 0
+    limit = max(count, 1) if size == 2 else layout.SCRATCH_NBYTES // (8 if wide else itemsize)
     for start in range(0, count, limit):
         n = min(limit, count - start)
         skip = start * itemsize
         result = target + skip
         if size == 2:
-            call(plan[PAIR], result, place(plan, plan[terms]) + skip, place(plan, plan[terms + 1]) + skip, n, divisor)
+            call(
+                plan[layout.PAIR],
+                result,
+                place(plan, plan[terms]) + skip,
+                place(plan, plan[terms + 1]) + skip,
+                n,
+                divisor,
+            )
         elif wide:
             for term in range(size):
-                call(plan[GROW], scratch, term, place(plan, plan[terms + term]) + skip, n, divisor)
-            call(plan[ROUND], result, scratch, 0, n, divisor)
+                call(plan[layout.GROW], scratch, term, place(plan, plan[terms + term]) + skip, n, divisor)
+            call(plan[layout.ROUND], result, scratch, 0, n, divisor)
         else:
-            call(plan[PAIR], scratch, place(plan, plan[terms]) + skip, place(plan, plan[terms + 1]) + skip, n, divisor)
+            call(
+                plan[layout.PAIR],
+                scratch,
+                place(plan, plan[terms]) + skip,
+                place(plan, plan[terms + 1]) + skip,
+                n,
+                divisor,
+            )
             for term in range(2, size - 1):
-                call(plan[PAIR], scratch, scratch, place(plan, plan[terms + term]) + skip, n, divisor)
-            call(plan[PAIR], result, scratch, place(plan, plan[terms + size - 1]) + skip, n, divisor)
-        if plan[FINISH] != 0:
-            call(plan[FINISH], result, 0, 0, n, divisor)
+                call(pair, scratch, scratch, place(plan, plan[terms + term]) + skip, n, divisor)
+            call(pair, result, scratch, place(plan, plan[terms + size - 1]) + skip, n, divisor)
+        if plan[layout.FINISH] != 0:
+            call(plan[layout.FINISH], result, 0, 0, n, divisor)
 
 
 @njit
@@ -201,62 +156,64 @@ def is_expected(plan, at):
 def run(address, source, target, phase, patient):
     """Begin a call with ``phase`` `DONE`, or go on with what it has returned; see `ringreduce.native.layout`."""
     plan = words(address)
-    counters = words(plan[COUNTERS])
-    if phase == DONE:
-        number = counters[CALLS] + 1
-        plan[BASES + 1] = source
-        plan[BASES + 2] = target
-        plan[BASES + 3] = (number & 1) * MAILBOX_NBYTES + ((number >> 1) & (plan[ROOMS] - 1)) * plan[ROOM]
-        plan[BASES + 4] = (number & 1) * LINE_NBYTES
-        plan[NEXT] = FIELDS + plan[SIZE] - 1
-    at = plan[NEXT]
+    counters = words(plan[layout.COUNTERS])
+    if phase == layout.DONE:
+        number = counters[layout.CALLS] + 1
+        plan[layout.BASES + 1] = source
+        plan[layout.BASES + 2] = target
+        plan[layout.BASES + 3] = (number & 1) * layout.MAILBOX_NBYTES + (
+            (number >> 1) & (plan[layout.ROOMS] - 1)
+        ) * plan[layout.ROOM]
+        plan[layout.BASES + 4] = (number & 1) * layout.LINE_NBYTES
+        plan[layout.NEXT] = layout.FIELDS + plan[layout.SIZE] - 1
+    at = plan[layout.NEXT]
     nbytes = 0
-    code = DONE
+    code = layout.DONE
     while nbytes < _MOST_NBYTES:
         kind = plan[at]
-        if kind == COPY:
+        if kind == layout.COPY:
             copy(place(plan, plan[at + 1]), place(plan, plan[at + 2]), plan[at + 3])
             nbytes += plan[at + 3]
             at += 4
-        elif kind == REDUCE:
+        elif kind == layout.REDUCE:
             reduce(plan, at)
-            nbytes += plan[at + 1] * plan[ITEMSIZE]
+            nbytes += plan[at + 1] * plan[layout.ITEMSIZE]
             at += 4 + plan[at + 2]
-        elif kind == ENTER:
-            if phase != LATE_ENTRY:
+        elif kind == layout.ENTER:
+            if phase != layout.LATE_ENTRY:
                 publish(plan, counters)
-            line = (counters[CALLS] & 1) * LINE_NBYTES
-            if not all_there(plan, line, counters[CALLS], patient):
-                code = LATE_ENTRY
+            line = (counters[layout.CALLS] & 1) * layout.LINE_NBYTES
+            if not all_there(plan, line, counters[layout.CALLS], patient):
+                code = layout.LATE_ENTRY
                 break
             if not alike(plan, line):
-                return MISMATCH
+                return layout.MISMATCH
             at += 1
-        elif kind == EXPECT:
+        elif kind == layout.EXPECT:
             if not is_expected(plan, at):
                 code = plan[at + 1]
                 at += 4 + plan[at + 3]
                 break
             at += 4 + plan[at + 3]
-        elif kind == ARRIVE:
-            counters[BARRIERS] += 1
-            store_release(plan[MINE] + BARRIER_LINE * LINE_NBYTES, counters[BARRIERS])
+        elif kind == layout.ARRIVE:
+            counters[layout.BARRIERS] += 1
+            store_release(plan[layout.MINE] + layout.BARRIER_LINE * layout.LINE_NBYTES, counters[layout.BARRIERS])
             at += 1
-        elif kind == SHARE_OUT:
-            code = SHARED_OUT
+        elif kind == layout.SHARE_OUT:
+            code = layout.SHARED_OUT
             at += 1
             break
-        elif kind == AWAIT:
-            if not all_there(plan, BARRIER_LINE * LINE_NBYTES, counters[BARRIERS], patient):
-                code = LATE_BARRIER
+        elif kind == layout.AWAIT:
+            if not all_there(plan, layout.BARRIER_LINE * layout.LINE_NBYTES, counters[layout.BARRIERS], patient):
+                code = layout.LATE_BARRIER
                 break
             at += 1
         else:
             break
-        phase = DONE
+        phase = layout.DONE
     else:
-        code = UNFINISHED
-    plan[NEXT] = at
+        code = layout.UNFINISHED
+    plan[layout.NEXT] = at
     return code
 
 
@@ -296,46 +253,46 @@ def is_same(address):
 def put(address):
     """Put a note, of a head and an array, into a stream; see `ringreduce.native.layout`."""
     message = words(address)
-    head_nbytes = message[HEAD_NBYTES]
-    head = address + HEAD * _WORD
+    head_nbytes = message[layout.HEAD_NBYTES]
+    head = address + layout.HEAD * _WORD
     if not is_same(head + (head_nbytes + _WORD - 1) // _WORD * _WORD):
-        return MOVED
-    stream = words(message[STREAM])
-    nbytes = message[ARRAY_NBYTES]
-    start = words(stream[PUT_FLAG])[0]
+        return layout.MOVED
+    stream = words(message[layout.STREAM])
+    nbytes = message[layout.ARRAY_NBYTES]
+    start = words(stream[layout.PUT_FLAG])[0]
     end = start + _WORD + head_nbytes + nbytes
-    if stream[PUTTING] or end > stream[PUT_END]:
-        return UNFINISHED
-    note = stream[PUT_BASE] + start
+    if stream[layout.PUTTING] or end > stream[layout.PUT_END]:
+        return layout.UNFINISHED
+    note = stream[layout.PUT_BASE] + start
     words(note)[0] = head_nbytes + nbytes
     copy(note + _WORD, head, head_nbytes)
-    copy(note + _WORD + head_nbytes, message[ARRAY], nbytes)
-    store_release(stream[PUT_FLAG], next_line(end))
-    return DONE
+    copy(note + _WORD + head_nbytes, message[layout.ARRAY], nbytes)
+    store_release(stream[layout.PUT_FLAG], next_line(end))
+    return layout.DONE
 
 
 @compiled(types.int64(types.int64))
 def take(address):
     """Take a note, of the head that is expected and an array, out of a stream, if one comes within moments."""
     message = words(address)
-    head_nbytes = message[HEAD_NBYTES]
-    head = address + HEAD * _WORD
+    head_nbytes = message[layout.HEAD_NBYTES]
+    head = address + layout.HEAD * _WORD
     if not is_same(head + (head_nbytes + _WORD - 1) // _WORD * _WORD):
-        return MOVED
-    stream = words(message[STREAM])
-    start = stream[TAKEN]
-    polls = stream[NOTE_POLLS]
-    while load_acquire(stream[COME_FLAG]) == start:
+        return layout.MOVED
+    stream = words(message[layout.STREAM])
+    start = stream[layout.TAKEN]
+    polls = stream[layout.NOTE_POLLS]
+    while load_acquire(stream[layout.COME_FLAG]) == start:
         if polls <= 0:
-            return UNFINISHED
+            return layout.UNFINISHED
         polls -= 1
         pause()
-    nbytes = message[ARRAY_NBYTES]
-    note = stream[TAKE_BASE] + start
-    if stream[TAKING] or stream[TAKE_BASE] == 0:
-        return UNFINISHED
+    nbytes = message[layout.ARRAY_NBYTES]
+    note = stream[layout.TAKE_BASE] + start
+    if stream[layout.TAKING] or stream[layout.TAKE_BASE] == 0:
+        return layout.UNFINISHED
     if words(note)[0] != head_nbytes + nbytes or not same_bytes(note + _WORD, head, head_nbytes):
-        return UNFINISHED
-    copy(message[ARRAY], note + _WORD + head_nbytes, nbytes)
-    stream[TAKEN] = next_line(start + _WORD + head_nbytes + nbytes)
-    return DONE
+        return layout.UNFINISHED
+    copy(message[layout.ARRAY], note + _WORD + head_nbytes, nbytes)
+    stream[layout.TAKEN] = next_line(start + _WORD + head_nbytes + nbytes)
+    return layout.DONE

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringreduce.buffers.codecs import CODECS, Codec, CompiledCodec
+from ringreduce.buffers.codecs import CODECS, Codec
+from ringreduce.collectives.compressed import best_codec
 from ringreduce.common.config import Config
 from ringreduce.native.cache import loops
 
@@ -23,8 +24,8 @@ SCALED = {"fp8": 448, "int8": 127, "int4": 7}
 def codecs() -> dict[str, Codec]:
     """Return all codecs; where Numba is installed, also those with compiled loops."""
     library = loops(Config.from_environ().caches).library
-    compiled = {} if library is None else library.codecs
-    return {**CODECS, **{f"{name}, compiled": CompiledCodec(CODECS[name], *pair) for name, pair in compiled.items()}}
+    best = {f"{name}, compiled": best_codec(name, library) for name in CODECS}
+    return {**CODECS, **{name: codec for name, codec in best.items() if codec not in CODECS.values()}}
 
 
 TRIED = codecs()
