@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import launching
 import numpy as np
 from programs import elastic_training as program
-
-from ringreduce.testing import toy
+from trainees import toy
 
 PROGRAM = launching.PROGRAMS / "elastic_training.py"
 TORCH = ["torch", "torch-node", "torch-all", "torch-late", "torch-local"]

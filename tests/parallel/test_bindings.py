@@ -14,9 +14,9 @@ from suites.trainees import Make
 from suites.training import CHECKS
 from suites.weighted_training import WEIGHTED_CHECKS, check_samples
 from trainees.lists import Lists
+from trainees.toy import Toy
 
 import ringreduce as rr
-from ringreduce.testing.toy import Toy
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.optimizer import ListTraining

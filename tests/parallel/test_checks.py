@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trainees.toy import Toy
 
 import ringreduce as rr
 from ringreduce.testing import caught
-from ringreduce.testing.toy import Toy
 from ringreduce.training.calls.handles import join
 
 ZEROS = {"matrix": np.zeros((3, 2), np.float32), "bias": np.zeros(2, np.float32), "extra": np.zeros(2, np.float32)}

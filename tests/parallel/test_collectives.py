@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mpi4py import MPI
+from suites.conformance import check_choices, check_collectives, check_messages, expected, sample
 from whole_numbers import check_averages
 
 import ringreduce as rr
 from ringreduce.collectives import Context
 from ringreduce.common.config import Config
 from ringreduce.common.processes import host_name
-from ringreduce.testing import check_choices, check_collectives, check_messages, expected, sample
 from ringreduce.transport.checked import checked
 from ringreduce.transport.mpi_messages import MpiMessages
 from ringreduce.transport.shared.node import join

@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 from mpi4py import MPI
+from trainees.toy import Toy
 
 import ringreduce as rr
 from ringreduce.testing import caught
-from ringreduce.testing.toy import Toy
 from ringreduce.transport import mpi_messages
 from ringreduce.transport.waiting import Waiter
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from suites.conformance import check_collectives, check_messages
 
 import ringreduce as rr
 from ringreduce.common.keys import read_secret, write_secret
-from ringreduce.testing import check_collectives, check_messages
 from ringreduce.transport.mpi_messages import MpiMessages
 from ringreduce.transport.sealed import Cipher, sealed
 from ringreduce.transport.waiting import Waiter

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from suites.conformance import expected, sample
 
 import ringreduce as rr
-from ringreduce.testing import expected, sample
 
 
 def test_members_of_a_process_set_send_by_its_numbers(world: rr.Communicator) -> None:

@@ -15,10 +15,10 @@ from mpi4py import MPI
 tf = pytest.importorskip("tensorflow")
 
 from suites.training import CHECKS, check_mismatches  # noqa: E402
+from trainees.toy import RATE  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.tensorflow as hvd  # noqa: E402
-from ringreduce.testing.toy import RATE  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from trainees.toy import Toy
 
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.runtime.process import PROCESS
 from ringreduce.runtime.reductions_made import Usage
-from ringreduce.testing.toy import Toy
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
 
 TORCH = {"ringreduce.torch"}

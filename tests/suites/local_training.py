@@ -30,11 +30,11 @@ from suites.trainees import (
     start,
     train,
 )
+from trainees.toy import RATE
 
 from ringreduce import runtime
 from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.testing.toy import RATE
 from ringreduce.training.calls.handles import join
 from ringreduce.training.compression.powersgd import PowerSGD
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from trainees.toy import RATE
 
 from ringreduce import runtime
-from ringreduce.testing.toy import RATE
 
 Floats = npt.NDArray[Any]
 Named = Mapping[str, Floats]

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+from trainees.toy import RATE
 
-from ringreduce.testing.toy import RATE
 from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.optimizer import ListTraining

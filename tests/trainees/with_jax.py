@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from trainees.toy import RATE
 
 import ringreduce.jax as rj
-from ringreduce.testing.toy import RATE
 
 
 class Jax:

@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 import numpy as np
+from trainees.toy import RATE
 
 import ringreduce.keras as hvd
-from ringreduce.testing.toy import RATE
 
 
 class Keras:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from trainees.toy import RATE
 
 import ringreduce.tensorflow as hvd
-from ringreduce.testing.toy import RATE
 
 
 class TensorFlow:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from trainees.toy import RATE
 
 import ringreduce.torch as hvd
-from ringreduce.testing.toy import RATE
 
 
 class Torch:

@@ -9,12 +9,12 @@ from types import FrameType
 
 import numpy as np
 import pytest
+from trainees.toy import Toy
 
 import ringreduce as rr
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.engine import Engine, Reduction
 from ringreduce.testing import run_engines, run_process_sets, run_ranks
-from ringreduce.testing.toy import Toy
 from ringreduce.transport import waiting
 from ringreduce.transport.shared.board_memory import TURNS
 

@@ -12,11 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from suites.conformance import assert_equal, expected, sample
 
 import ringreduce as rr
 from ringreduce.common.config import Config
 from ringreduce.native.layout import MAILBOX_NBYTES
-from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
+from ringreduce.testing import caught, run_ranks
 
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (3, 1), (3, 2)])
 COUNTS = (5, 40_000)  # through mailboxes and through pieces

@@ -5,19 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles import DamagingMessages
+from suites.conformance import check_choices, check_collectives, check_messages
 
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import Config
 from ringreduce.common.errors import TransportError
-from ringreduce.testing import (
-    DamagingMessages,
-    caught,
-    check_choices,
-    check_collectives,
-    check_messages,
-    run_ranks,
-    run_threads,
-)
+from ringreduce.testing import caught, run_ranks, run_threads
 from ringreduce.transport.checked import checked
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages

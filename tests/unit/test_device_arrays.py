@@ -16,6 +16,7 @@ import pytest
 import torch
 from gpu_doubles.driver import HostArray, HostDriver
 from gpu_doubles.ranks import run_gpu_ranks
+from suites.conformance import assert_equal, expected, sample
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES, Operand, operand_of
@@ -24,7 +25,7 @@ from ringreduce.common.errors import ConfigError, MismatchError, TransportError,
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu import cupy_driver
 from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, cuda_driver, reduced
-from ringreduce.testing import assert_equal, caught, expected, run_ranks, sample
+from ringreduce.testing import caught, run_ranks
 
 
 class CupyArray(HostArray):

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
+from suites.conformance import assert_close, assert_equal, expected, sample
 
 from ringreduce.buffers import DTYPES
 from ringreduce.collectives import Feedback
@@ -42,8 +43,7 @@ from ringreduce.engine import (
     Travel,
     unnamed,
 )
-from ringreduce.testing import caught, expected, run_engines, run_ranks, sample
-from ringreduce.testing.conformance import assert_close, assert_equal
+from ringreduce.testing import caught, run_engines, run_ranks
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 

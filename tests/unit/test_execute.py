@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from doubles import RecordingMessages
 
 from ringreduce.algorithms import Collective, schedule_for
 from ringreduce.algorithms.schedule import Schedule, Step, Transfer
@@ -14,7 +15,7 @@ from ringreduce.collectives.plans.bound import BlockMemory, BoundSchedule, Link
 from ringreduce.common.partition import Partition, segments_of_buffer
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.common.topology import Topology
-from ringreduce.testing import RecordingMessages, run_threads
+from ringreduce.testing import run_threads
 from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.waiting import Waiter
 

@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from doubles import FailingMessages
 
 import ringreduce as rr
 from ringreduce.common.config import Config
-from ringreduce.testing import FailingMessages, caught, run_ranks
+from ringreduce.testing import caught, run_ranks
 from ringreduce.transport.messages import Messages
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gpu_doubles.driver import HostArray, HostDriver, HostMachine
 from gpu_doubles.ranks import run_gpu_ranks
+from suites.conformance import assert_close, assert_equal, expected, sample
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
@@ -26,7 +27,7 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.engine.fused import Executor, Travel, neutral_array
 from ringreduce.gpu import aware_path, devices, staging
 from ringreduce.gpu.staging import Staging
-from ringreduce.testing import assert_close, assert_equal, caught, expected, sample
+from ringreduce.testing import caught
 from ringreduce.transport.shared.arena import Arena
 from ringreduce.transport.shared.segments import PrivateSegments
 

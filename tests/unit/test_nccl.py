@@ -14,6 +14,7 @@ import pytest
 from gpu_doubles.driver import HostDriver
 from gpu_doubles.nccl import HostNccl
 from gpu_doubles.ranks import run_gpu_ranks
+from suites.conformance import assert_equal, expected, sample
 
 import ringreduce as rr
 from ringreduce.buffers import DTYPES
@@ -23,7 +24,7 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu import devices
 from ringreduce.gpu import nccl as transport
 from ringreduce.gpu.nccl import Nccl, code_of_dtype, code_of_op
-from ringreduce.testing import assert_equal, caught, expected, sample
+from ringreduce.testing import caught
 from ringreduce.transport.waiting import Waiter
 
 with contextlib.suppress(ImportError):

@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from suites.conformance import expected, sample
 
 import ringreduce as rr
 from ringreduce.collectives.sums import reproducible
 from ringreduce.collectives.sums.reproducible import ReproducibleAccumulator, reproducible_allreduce
-from ringreduce.testing import caught, expected, run_ranks, sample
+from ringreduce.testing import caught, run_ranks
 
 #: dtype -> significant bits, exponent of the least number above zero, exponent that is too large
 FORMATS = {

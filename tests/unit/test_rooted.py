@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from suites.conformance import assert_equal
 
 import ringreduce as rr
 from ringreduce.common.config import Config
-from ringreduce.testing import assert_equal, caught, run_ranks
+from ringreduce.testing import caught, run_ranks
 
 WORLDS = pytest.mark.parametrize(("size", "node_size"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 2)])
 NODES = pytest.mark.parametrize("node_size", [None, 1])

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from suites.conformance import check_collectives, check_messages
 
 from ringreduce.buffers import Array
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import Config
 from ringreduce.common.errors import TransportError
 from ringreduce.common.keys import Secret
-from ringreduce.testing import check_collectives, check_messages, run_ranks, run_threads
+from ringreduce.testing import run_ranks, run_threads
 from ringreduce.transport import sealed as module
 from ringreduce.transport.checked import checked
 from ringreduce.transport.memory import MemoryWorld

@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from suites.conformance import assert_equal, sample
 
 import ringreduce as rr
 from ringreduce.buffers import Operand
 from ringreduce.common.config import Config
 from ringreduce.native.layout import TAKING
-from ringreduce.testing import assert_equal, caught, run_ranks, sample
+from ringreduce.testing import caught, run_ranks
 
 
 def in_world(size: int, function, timeout_s: float = 20.0, node_size: int | None = None) -> list:

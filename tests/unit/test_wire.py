@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from doubles import RecordingMessages
 
 import ringreduce as rr
 from ringreduce.algorithms import Collective, schedule_for
@@ -14,7 +15,7 @@ from ringreduce.buffers.codecs import CODECS, Codec
 from ringreduce.common.config import Config
 from ringreduce.common.partition import Partition
 from ringreduce.common.topology import Topology
-from ringreduce.testing import RecordingMessages, caught, run_ranks
+from ringreduce.testing import caught, run_ranks
 
 Floats = npt.NDArray[np.float32]
 

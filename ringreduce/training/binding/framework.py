@@ -2,7 +2,7 @@
 
 A framework has arrays and, for training, parameters with gradients. `Arrays` describes the former, `Memory` the
 latter; `ringreduce.torch.tensors.arrays` and `ringreduce.torch.tensors.gradients` are complete,
-`ringreduce.testing.toy` is small. With an `Arrays`, a collective of the binding is a few lines:
+`trainees.toy` is small. With an `Arrays`, a collective of the binding is a few lines:
 
     preparing = partial(RequestBuilder, arrays=ARRAYS)  # of ringreduce.training.calls.requests
 

@@ -25,8 +25,10 @@ import numpy as np
 import ringreduce as rr
 from ringreduce.common import processes
 from ringreduce.elastic.handlers import HandlingState, StateHandler
-from ringreduce.testing.toy import Toy
 from ringreduce.training.data.epochs import EpochDivision
+
+sys.path.append(str(Path(__file__).parents[2]))  # on other hosts, too
+from trainees.toy import Toy
 
 FEATURES, OUTPUTS, ROWS, STEPS = 60, 50, 5, 12
 RATE, MOMENTUM, PERIOD = 0.05, 0.5, 3
