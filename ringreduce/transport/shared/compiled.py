@@ -81,7 +81,7 @@ class CompiledReduction:
         if self._plan is None:
             program = _reduction(self, of_any_target(target))
             self._plan = _PlanMemory(self.kernel, program, len(self.terms), nbytes=target.nbytes)
-        address = target.__array_interface__["data"][0]  # `address_of` would be a call.
+        address = target.__array_interface__["data"][0]  # `address_of`, and `_PlanMemory.run`, would be calls.
         code = layout.DONE
         while code := self.kernel.library.run(self._plan.address, 0, address, code):
             pass
@@ -275,6 +275,12 @@ class _PlanMemory:
     def waits_at_barrier(self) -> bool:
         """Whether the call has returned where it is to wait at a barrier."""
         return bool(self._memory[self._memory[layout.NEXT]] == layout.AWAIT)
+
+    def run(self, library: Library, source: int, target: int) -> None:
+        """Run a program without a rendezvous."""
+        code = layout.DONE
+        while code := library.run(self.address, source, target, code):
+            pass
 
 
 _KERNEL_FIELDS = layout.ITEMSIZE, layout.PAIR, layout.FINISH, layout.GROW, layout.ROUND
