@@ -373,7 +373,7 @@ class Communicator:
     def send(self, array: Any, dest: int, tag: int = 0) -> None:
         """Send an array to a rank that receives it; not collective.
 
-        More than 4 KiB, 64 KiB to a rank of the node, were sent when this returns, which may take until that rank
+        More than 4 KiB, 128 KiB to a rank of the node, were sent when this returns, which may take until that rank
         receives them; less may still be under way, and waits only where 16 MiB of such arrays, of at least 64 B each,
         fill the memory that the ranks share, until that rank receives some. What it has not received when this rank
         shuts down may be lost. Any thread may call this.

@@ -100,11 +100,13 @@ TAKEN = 2
 PUT_BASE = 3
 PUT_END = 4
 TAKE_BASE = 5
-#: whether Python puts or takes just now, which a signal handler may have interrupted; how often a wait polls.
+#: whether Python puts or takes just now, which a signal handler may have interrupted; how often a wait polls with the
+#: interpreter's lock, and without.
 PUTTING = 6
 TAKING = 7
-NOTE_POLLS = 8
-STREAM_FIELDS = 9
+HELD_NOTE_POLLS = 8
+NOTE_POLLS = 9
+STREAM_FIELDS = 10
 #: A message whose array comes again: its stream, where the array is, its bytes, and those of the head of the note; the
 #: head, in whole words; what `is_same` takes. It ends `DONE`, `MOVED` (the array is another one by now), or
 #: `UNFINISHED`: Python sends or receives it.

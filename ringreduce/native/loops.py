@@ -271,8 +271,8 @@ def put(address):
     return layout.DONE
 
 
-@compiled(types.int64(types.int64))
-def take(address):
+@compiled(types.int64(types.int64, types.int64))
+def take(address, patient):
     """Take a note, of the head that is expected and an array, out of a stream, if one comes within moments."""
     message = words(address)
     head_nbytes = message[layout.HEAD_NBYTES]
@@ -281,7 +281,7 @@ def take(address):
         return layout.MOVED
     stream = words(message[layout.STREAM])
     start = stream[layout.TAKEN]
-    polls = stream[layout.NOTE_POLLS]
+    polls = stream[layout.NOTE_POLLS if patient else layout.HELD_NOTE_POLLS]
     while load_acquire(stream[layout.COME_FLAG]) == start:
         if polls <= 0:
             return layout.UNFINISHED

@@ -18,7 +18,7 @@ from ringreduce.common.files import replace_file
 from ringreduce.native import encoding, loops
 from ringreduce.native.catalog import FUNCTIONS
 from ringreduce.native.elementwise import emit
-from ringreduce.native.layout import LATE_BARRIER, LATE_ENTRY, RELEASES
+from ringreduce.native.layout import LATE_BARRIER, LATE_ENTRY, RELEASES, UNFINISHED
 from ringreduce.native.library import CODECS, SIMPLE, processor
 
 _DECLARATIONS = """
@@ -77,6 +77,29 @@ define ptr @{name}(ptr %self, ptr %given, i64 %count) {{
   ret ptr %object
 }}
 """
+#: First with the interpreter's lock, and then, if nothing has come, patiently without it.
+_TAKE = """
+declare i32 @loop_take(ptr, ptr, i64, i64)
+define ptr @take(ptr %self, ptr %given, i64 %count) {{
+begin:
+  %result = alloca i64
+  %error = alloca ptr
+{arguments}
+  call i32 @loop_take(ptr %result, ptr %error, i64 %a0, i64 0)
+  %first = load i64, ptr %result
+  %is_late = icmp eq i64 %first, {UNFINISHED}
+  br i1 %is_late, label %patient, label %end
+patient:
+  %thread = call ptr @PyEval_SaveThread()
+  call i32 @loop_take(ptr %result, ptr %error, i64 %a0, i64 1)
+  call void @PyEval_RestoreThread(ptr %thread)
+  br label %end
+end:
+  %code = load i64, ptr %result
+  %object = call ptr @PyLong_FromLongLong(i64 %code)
+  ret ptr %object
+}}
+"""
 #: Without the interpreter's lock.
 _CODEC = """
 declare i32 @loop_{name}(ptr, ptr, {types})
@@ -112,7 +135,8 @@ def _functions() -> str:
             _DECLARATIONS,
             _RUN.format(name="run", arguments=_arguments(4), target="%a2", **constants),
             _RUN.format(name="run_into", arguments=of_array, target="%memory", **constants),
-            *(_SIMPLE.format(name=name, arguments=_arguments(1)) for name in SIMPLE),
+            *(_SIMPLE.format(name=name, arguments=_arguments(1)) for name in ("is_same", "put")),
+            _TAKE.format(arguments=_arguments(1), UNFINISHED=UNFINISHED),
             *(_codec(name, 3 if name.startswith("encode") else 4) for name in CODECS),
         )
     )

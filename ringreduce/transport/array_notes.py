@@ -18,7 +18,7 @@ LAST_TAG = (1 << 63) - 1
 HEAD = struct.Struct("<qH")  # How many bytes follow, and how long the description is.
 NUMBER = struct.Struct("<q")
 SMALL = 4096  # Up to so many bytes travel in the note itself;
-SMALL_NEAR = 64 << 10  # within a node, where a note is two copies.
+SMALL_NEAR = 128 << 10  # within a node, where a note is two copies.
 
 
 class ArrayKind(NamedTuple):

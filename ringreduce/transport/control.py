@@ -15,6 +15,7 @@ from ringreduce.buffers.same import unchanged
 from ringreduce.common.errors import TransportError
 from ringreduce.native.layout import (
     COME_FLAG,
+    HELD_NOTE_POLLS,
     NOTE_POLLS,
     PUT_BASE,
     PUT_END,
@@ -33,9 +34,11 @@ from ringreduce.transport.shared.node import Node
 
 _LINE = 64
 _BUFFER_NBYTES = 32 << 10
-_LARGER_NBYTES = 256 << 10  # Once a note takes more than a quarter of the usual buffer.
+_LARGER_NBYTES = 2 << 20  # A buffer of larger notes has room for 64, up to so many bytes;
+_NOTES = 8  # or for so many of them.
 _PART_NBYTES = 2 * _LINE + _BUFFER_NBYTES
-_POLLS = 300  # Of a compiled receive, before Python waits: about 10 us.
+_HELD_POLLS = 100  # Of a compiled receive: about 3 us with the interpreter's lock,
+_POLLS = 5000  # and 100 us without.
 
 _TRIES = 3  # So often Python sends or receives an array; then compiled code does.
 
@@ -85,13 +88,14 @@ class SharedControlChannel:
             parts.memory[start : start + 2 * _LINE] = 0
         places = exchange_json(messages, parts.place)
         self.streams: dict[int, NoteStream] = {}
-        polls = 0 if node.board.waiter.crowded else _POLLS
+        patient = not node.board.waiter.crowded
         for number, peer in enumerate(members):
             if number != index:
                 mine = parts.view[number * _PART_NBYTES :][:_PART_NBYTES]
                 theirs = arena.peer_view(peer, places[peer], np.dtype(np.uint8), count=nbytes)
                 place = parts.place + number * _PART_NBYTES
-                self.streams[peer] = NoteStream(arena, peer, mine, place, theirs[index * _PART_NBYTES :].data, polls)
+                part = theirs[index * _PART_NBYTES :].data
+                self.streams[peer] = NoteStream(arena, peer, mine, place, part, patient=patient)
         self._all = tuple(self.streams.items())
 
     def post(self, note: bytes, peer: int) -> None:
@@ -138,7 +142,7 @@ class NoteStream:
         mine: this rank's part for the peer.
         place: of that.
         theirs: the peer's part for this rank.
-        polls: how often a compiled `take` looks for a note.
+        patient: whether a compiled `take` looks for a note for long.
 
     Attributes:
         put_there: how many bytes the peer has put, as the peer says.
@@ -146,7 +150,9 @@ class NoteStream:
         state: what compiled code knows of this, see `ringreduce.native.layout`.
     """
 
-    def __init__(self, arena: Arena, peer: int, mine: memoryview, place: int, theirs: memoryview, polls: int) -> None:
+    def __init__(
+        self, arena: Arena, peer: int, mine: memoryview, place: int, theirs: memoryview, *, patient: bool
+    ) -> None:
         self._arena = arena
         self._peer = peer
         self._fence = fence()
@@ -159,7 +165,9 @@ class NoteStream:
         self.state = np.zeros(STREAM_FIELDS, np.int64).data
         self.state[PUT_FLAG] = _address(self._put_here)
         self.state[COME_FLAG] = _address(self.put_there)
-        self.state[NOTE_POLLS] = polls
+        if patient:
+            self.state[HELD_NOTE_POLLS] = _HELD_POLLS
+            self.state[NOTE_POLLS] = _POLLS
         self._put_into(_NoteBuffer(mine[2 * _LINE :], place + 2 * _LINE, None, first=0))
         self._take_from(theirs[2 * _LINE : _PART_NBYTES], 0)
 
@@ -196,16 +204,18 @@ class NoteStream:
     def _turn(self, put: int, nbytes: int) -> _NoteBuffer:
         """Go on in another buffer, in which a note of so many bytes fits; return that."""
         nbytes += 2 * _LINE
+        usual = _BUFFER_NBYTES
+        if nbytes > _BUFFER_NBYTES // 4:
+            usual = max(min(64 * nbytes, _LARGER_NBYTES), _NOTES * nbytes)
         target = None
         while self._full and self._full[0][0] < self._turned_there[0]:
             _, buffer = self._full.popleft()
-            if target is None and len(buffer.memory) >= nbytes:
+            if target is None and len(buffer.memory) >= usual:
                 target = buffer._replace(first=put)
             elif buffer.block is not None:
                 self._arena.release(buffer.block)
         if target is None:
-            usual = _BUFFER_NBYTES if nbytes <= _BUFFER_NBYTES // 4 else _LARGER_NBYTES
-            block = self._arena.allocate(max(usual, nbytes))
+            block = self._arena.allocate(usual)
             target = _NoteBuffer(block.view, block.place, block, first=put)
             self.grown = True
         _TURN.pack_into(self._buffer.memory, put - self._buffer.first, -len(target.memory), target.place)

@@ -85,7 +85,7 @@ class PointToPoint:
     """Sends and receives between the ranks of one group. Thread-safe.
 
     Messages of one rank to another with one tag are received in the order in which they are sent. A send of more than
-    4 KiB, 64 KiB within a node, is done when the data is sent, which may take until the other rank receives it.
+    4 KiB, 128 KiB within a node, is done when the data is sent, which may take until the other rank receives it.
     Messages under way progress whenever one of their ranks waits for anything with a waiter that calls `advance`.
 
     Args:

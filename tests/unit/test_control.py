@@ -16,6 +16,7 @@ from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import TransportError
 from ringreduce.native.layout import TAKEN
 from ringreduce.testing import caught, run_ranks
+from ringreduce.transport import control
 from ringreduce.transport.control import NoteStream, SharedControlChannel
 from ringreduce.transport.shared.arena import Arena
 from ringreduce.transport.shared.board import fence
@@ -178,8 +179,10 @@ def interrupted(call: Callable[[], object], after: int) -> bool:
     return False
 
 
-def test_an_interrupt_leaves_a_whole_stream() -> None:
+def test_an_interrupt_leaves_a_whole_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it comes: the note that was put or taken is there or not, and all that follow are as they were put."""
+    monkeypatch.setattr(control, "_LARGER_NBYTES", 0)
+    monkeypatch.setattr(control, "_NOTES", 2)
     streams: dict[int, NoteStream] = {}
 
     def check(communicator: Communicator) -> None:

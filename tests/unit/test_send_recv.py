@@ -305,7 +305,7 @@ def test_what_a_sender_has_sent_before_it_shuts_down_in_order_is_received() -> N
 
 
 @pytest.mark.parametrize("node_size", [None, 1])
-@pytest.mark.parametrize("count", [0, 1, 33, 512, 5000, 8192, 8193])
+@pytest.mark.parametrize("count", [0, 1, 33, 512, 5000, 16384, 16385])
 def test_arrays_that_come_again(count: int, node_size: int | None) -> None:
     """The same arrays many times, under two tags that are received in another order, beside ones that are new."""
 
