@@ -23,7 +23,7 @@ from ringreduce.transport.shared.board_memory import TURNS
 LIMITS = {None: {"first": 100, "again": 10, "other": 57}, 1: {"again": 25}}
 
 #: Likewise, of 8 B from one rank to another, when it has come.
-MESSAGE_LIMITS = {"send": 3, "recv": 3}
+MESSAGE_LIMITS = {"send": 4, "recv": 4}
 
 #: Likewise, of an asynchronous allreduce of 4 KiB that comes again, from the array to the result: the engine's alone.
 ASYNCHRONOUS_LIMIT = 55
