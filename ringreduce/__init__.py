@@ -32,7 +32,20 @@ from ringreduce.common.errors import (
     since,
 )
 from ringreduce.common.instruments import Instrument
-from ringreduce.common.reduce_ops import AVERAGE, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.common.reduce_ops import (
+    AVERAGE,
+    BAND,
+    BOR,
+    BXOR,
+    LAND,
+    LOR,
+    LXOR,
+    MAX,
+    MIN,
+    PRODUCT,
+    SUM,
+    ReduceOp,
+)
 from ringreduce.common.topology import Topology
 from ringreduce.launcher.function import run
 from ringreduce.observe.job.job_report import JobReport
@@ -102,6 +115,12 @@ __version__ = VERSION
 
 __all__ = [
     "AVERAGE",
+    "BAND",
+    "BOR",
+    "BXOR",
+    "LAND",
+    "LOR",
+    "LXOR",
     "MAX",
     "MIN",
     "PRODUCT",

@@ -14,7 +14,7 @@ from ringreduce.buffers.arrays import (
     typed,
     unowned,
 )
-from ringreduce.buffers.dtypes import DTYPES, Array, Bytes, DType
+from ringreduce.buffers.dtypes import DTYPES, Array, Bytes, DType, require_op
 from ringreduce.buffers.integers import averages, divide_toward_zero, divide_wrapped, sums_fit
 from ringreduce.buffers.kernels import (
     Call,
@@ -55,6 +55,7 @@ __all__ = [
     "operand_of",
     "quiet_context",
     "require_host",
+    "require_op",
     "sums_fit",
     "typed",
     "unowned",

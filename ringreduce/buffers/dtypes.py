@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.common.errors import UnsupportedBufferError
+from ringreduce.common.reduce_ops import ReduceOp
 
 #: Of any dtype and shape; of bytes.
 Array = npt.NDArray[Any]
@@ -56,6 +57,12 @@ class DType:
         if row is None:
             row = _FOUND[dtype] = _look_up(dtype)
         return row
+
+
+def require_op(op: ReduceOp, dtype: DType) -> None:
+    """Raise `UnsupportedBufferError` if an operation does not take such elements."""
+    if not op.takes(dtype.kind):
+        raise UnsupportedBufferError(f"{op.value} takes integers and bool, got {dtype.name}")
 
 
 _KINDS = {"f": "float", "c": "complex", "i": "int", "u": "uint", "b": "bool"}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.algorithms import Collective
-from ringreduce.buffers import DTYPES, DType, Operand, operand_of, require_host
+from ringreduce.buffers import DTYPES, DType, Operand, operand_of, require_host, require_op
 from ringreduce.buffers.codecs import CODECS
 from ringreduce.collectives.call import Call, CallKind
 from ringreduce.collectives.context import Context
@@ -85,9 +85,21 @@ def _root(ranks: Context, root: object) -> int:
     return number
 
 
+def _op(given: ReduceOp | str, dtype: DType) -> ReduceOp:
+    """Return the operation.
+
+    Raises:
+        ConfigError: there is none of this name.
+        UnsupportedBufferError: it does not take such elements.
+    """
+    op = given if isinstance(given, ReduceOp) else ReduceOp.parse(given)
+    require_op(op, dtype)
+    return op
+
+
 def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
-    op = call.op if isinstance(call.op, ReduceOp) else ReduceOp.parse(call.op)
     source = operand_of(call.array)
+    op = _op(call.op, source.dtype)
     codec = None
     argument = op.value
     if call.deterministic:
@@ -162,8 +174,8 @@ def _require_codec(compression: Any, dtype: DType, op: ReduceOp, *, deterministi
 
 def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     root = _root(ranks, call.root)
-    op = ReduceOp.parse(call.op)
     source = require_host(operand_of(call.array), "reduce")
+    op = _op(call.op, source.dtype)
     result = None
     if ranks.rank == root:
         result = operands.result(call.array, source, source.shape, out=call.out)
@@ -183,8 +195,8 @@ def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
 
 
 def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
-    op = ReduceOp.parse(call.op)
     source = with_rows(call.array, "reduce_scatter")
+    op = _op(call.op, source.dtype)
     rows = source.shape[0]
     row = prod(source.shape[1:])
     argument = op.value

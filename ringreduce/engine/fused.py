@@ -26,7 +26,7 @@ from ringreduce.buffers import (
 from ringreduce.buffers.device_arrays import DeviceOperand
 from ringreduce.collectives import Feedback
 from ringreduce.collectives.communicator import Communicator
-from ringreduce.common.reduce_ops import AVERAGE, MIN, PRODUCT, SUM, ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE, BAND, BOR, BXOR, LAND, LOR, LXOR, MIN, PRODUCT, SUM, ReduceOp
 
 _BUFFERS_NBYTES = 64 << 20  # communication buffers that are kept for the next time
 
@@ -266,6 +266,12 @@ def _neutral(op: ReduceOp, dtype: DType) -> Any:
         return 0
     if op is PRODUCT:
         return _BFLOAT16_ONE if dtype.name == "bfloat16" else 1
+    if op in (BOR, BXOR, LOR, LXOR):
+        return 0
+    if op is LAND:
+        return 1
+    if op is BAND:
+        return ~dtype.storage.type(0)
     largest = op is MIN
     if dtype.kind == "bool":
         return largest

@@ -32,7 +32,7 @@ from ringreduce.common.lifetime import close_all
 from ringreduce.common.partition import segments_of_buffer
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.awareness import CudaAwareness
-from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, Stream
+from ringreduce.gpu.cupy_driver import FOLDS, Arithmetic, CupyDriver, Stream
 from ringreduce.gpu.path import OnDevice
 from ringreduce.transport.messages import StepFailedError, together
 from ringreduce.transport.shared.board import Signature
@@ -93,7 +93,7 @@ class AwareAllreduce(OnDevice):
     def supports(self, dtype: DType, op: ReduceOp) -> bool:
         # CuPy orders complex numbers in another way where one of them is NaN.
         ordered = dtype.kind != "complex" or op not in (ReduceOp.MIN, ReduceOp.MAX)
-        return not self._broken and ordered and not (op is ReduceOp.AVERAGE and dtype.integral)
+        return not self._broken and op in FOLDS and ordered and not (op is ReduceOp.AVERAGE and dtype.integral)
 
     def run(self, source: int, target: int, arithmetic: Arithmetic, stream: Stream, signature: Signature) -> bool:
         """Reduce; see `OnDevice.run`. The host waits for what the stream holds and for the peers, not for the target.

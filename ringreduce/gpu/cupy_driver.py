@@ -23,8 +23,8 @@ _NON_BLOCKING = 1  # A stream that does not wait for the legacy default stream.
 _HIGHEST_PRIORITY = -100  # Lower numbers go first, and one out of range counts as the highest there is.
 _UUID_NBYTES = 16
 
-#: The functions of NumPy and CuPy that combine two arrays.
-_FOLDS = {
+#: The functions of NumPy and CuPy that combine two arrays. Other operations go through the host.
+FOLDS = {
     ReduceOp.SUM: "add",
     ReduceOp.AVERAGE: "add",
     ReduceOp.PRODUCT: "multiply",
@@ -304,7 +304,7 @@ def reduced(xp: Any, arrays: Sequence[Any], arithmetic: Arithmetic, size: int) -
         size: what an average is divided by.
     """
     dtype = arithmetic.dtype
-    fold = getattr(xp, _FOLDS[arithmetic.op])
+    fold = getattr(xp, FOLDS[arithmetic.op])
     total = _widened(xp, arrays[0], dtype, copy=True)
     for array in arrays[1:]:
         fold(total, _widened(xp, array, dtype), out=total)

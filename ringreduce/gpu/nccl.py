@@ -74,7 +74,7 @@ def code_of_op(op: ReduceOp, dtype: DType, version: int) -> int | None:
         return None
     if op is ReduceOp.AVERAGE and (not floating or version < _OLDEST_WITH_AVERAGE):
         return None
-    return _OPS[op]
+    return _OPS.get(op)
 
 
 def _refusal(everyone: Sequence[tuple[int, str, str, bool]]) -> str | None:

@@ -17,10 +17,6 @@ from ringreduce.common.arguments import CheckingArguments
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import ReduceOp
 
-#: Bit by bit: NumPy's names. Nothing between the ranks does these, so that all of them get all arrays.
-_BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
-
-
 # ---- reductions ----
 
 
@@ -30,24 +26,14 @@ def allreduce(comm: Communicator, out: Any, array: Any, op: ReduceOp | str) -> N
     Args:
         out: may be ``array``.
         array: the number of elements and the dtype must agree.
-        op: of `reduce_ops`, or of `_BITWISE`; must agree.
+        op: must agree.
     """
-    if op in _BITWISE:
-        _store(out, _bitwise(comm, "allreduce", array, op=str(op), out=out))
-    else:
-        comm.allreduce(array, op, out=out)
+    comm.allreduce(array, op, out=out)
 
 
 def reduce(comm: Communicator, out: Any, array: Any, op: ReduceOp | str, root: int) -> None:
     """Reduce arrays into ``out`` of the root; those of the others stay as they are. ``root`` must agree."""
-    if op not in _BITWISE:
-        comm.reduce(array, root, op, out=out)
-        return
-    total = _bitwise(
-        comm, "reduce", array, op=str(op), out=out if comm.rank == root else None, argument=f"root {root}, "
-    )
-    if comm.rank == root:
-        _store(out, total)
+    comm.reduce(array, root, op, out=out)
 
 
 def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str) -> None:
@@ -73,12 +59,7 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str)
                 )
             flat = _flat(array, source)
             counts = [target.count] * comm.size
-    if op in _BITWISE:
-        before = sum(counts[: comm.rank])
-        whole = _bitwise(comm, "reduce_scatter", flat, op=str(op), out=None, argument=f"splits {counts}, ")
-        _store(room, whole[before : before + target.count])
-    else:
-        comm.reduce_scatter(flat, op, None if len(set(counts)) == 1 else counts, out=room)
+    comm.reduce_scatter(flat, op, None if len(set(counts)) == 1 else counts, out=room)
     _fetch(out, target, room)
 
 
@@ -93,25 +74,6 @@ def _parts_of(comm: Communicator, out: Any, target: Operand, arrays: Sequence[An
             f"{counts[comm.rank]}"
         )
     return _joined(out, arrays, operands), counts
-
-
-def _bitwise(comm: Communicator, name: str, array: Any, op: str, out: Any, argument: str = "") -> Any:
-    """Return what all ranks' arrays come to, bit by bit, as a NumPy array that is to be stored in ``out``.
-
-    Raises:
-        UnsupportedBufferError: they have no bits of that kind, or ``out`` cannot be written.
-    """
-    with CheckingArguments(comm, name):
-        source = _host(array)
-        if source.dtype.kind not in ("int", "uint", "bool"):
-            raise UnsupportedBufferError(f"{op} takes integers and bool, got {source.dtype.name}")
-        if out is not None:
-            _host(out).require_writable()
-        every = like(array, (comm.size, source.count))
-        text = f"{name}({op}, {argument}{source.describe(by_count=True)})"
-    comm.rendezvous(text)
-    comm.allgather(_rows(array, source), out=every)
-    return getattr(np, op).reduce(_host(every).view, axis=0).reshape(source.shape)
 
 
 # ---- moving ----

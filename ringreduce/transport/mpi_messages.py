@@ -30,6 +30,12 @@ _OPS = {
     ReduceOp.PRODUCT: MPI.PROD,
     ReduceOp.MIN: MPI.MIN,
     ReduceOp.MAX: MPI.MAX,
+    ReduceOp.BAND: MPI.BAND,
+    ReduceOp.BOR: MPI.BOR,
+    ReduceOp.BXOR: MPI.BXOR,
+    ReduceOp.LAND: MPI.LAND,
+    ReduceOp.LOR: MPI.LOR,
+    ReduceOp.LXOR: MPI.LXOR,
 }
 _NOTE_TAG = 0
 _LAST_TAG = 1

@@ -131,7 +131,7 @@ def check_collectives(communicator: Communicator, *, algorithms: bool = True) ->
             for count in counts:
                 check(communicator, count, name)
     for dtype in DTYPES:
-        for op in ReduceOp:
+        for op in ops_of(dtype):
             _check_dtype(communicator, dtype, op)
     communicator.barrier()
 
@@ -144,7 +144,7 @@ def check_choices(communicator: Communicator) -> None:
     watch = _Watch()
     communicator.instruments.add(watch)
     for dtype, row in DTYPES.items():
-        for op in ReduceOp:
+        for op in ops_of(dtype):
             for nbytes in _SAID_NBYTES:
                 array = sample(communicator.rank, nbytes // row.itemsize, dtype)
                 by_name = dtype in _SAID_BY_NAME and nbytes in _SAID_NBYTES[1::2]
@@ -397,6 +397,23 @@ def sample(rank: int, shape: int | tuple[int, ...], dtype: str, salt: int = 0) -
     return _as_dtype(values, row)
 
 
+def ops_of(dtype: str) -> list[ReduceOp]:
+    """Return the operations for a dtype."""
+    return [op for op in ReduceOp if op.takes(DTYPES[dtype].kind)]
+
+
+_FOLDS = {
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+    ReduceOp.LAND: np.logical_and,
+    ReduceOp.LOR: np.logical_or,
+    ReduceOp.LXOR: np.logical_xor,
+}
+
+
 def expected(arrays: list[Array], op: ReduceOp) -> Array:
     """Return what a reduction of the ranks' arrays must give, computed one rank after the other in a wide type."""
     row = DType.of(arrays[0].dtype)
@@ -408,7 +425,7 @@ def expected(arrays: list[Array], op: ReduceOp) -> Array:
         elif op is ReduceOp.PRODUCT:
             total = total * each
         else:
-            total = np.minimum(total, each) if op is ReduceOp.MIN else np.maximum(total, each)
+            total = _FOLDS[op](total, each)
     if op is ReduceOp.AVERAGE:
         whole = row.integral
         total = np.trunc(total / len(arrays)).astype(np.int64) if whole else total / len(arrays)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from suites.conformance import assert_close, assert_equal, expected, sample
+from suites.conformance import assert_close, assert_equal, expected, ops_of, sample
 
 from ringreduce.buffers import DTYPES
 from ringreduce.collectives import Feedback
@@ -30,7 +30,7 @@ from ringreduce.common.errors import (
     TransportError,
     UnsupportedBufferError,
 )
-from ringreduce.common.reduce_ops import AVERAGE, MAX, SUM, ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE, LAND, LOR, LXOR, MAX, SUM, ReduceOp
 from ringreduce.engine import (
     CollectiveOp,
     Engine,
@@ -116,7 +116,7 @@ class Gate:
 @pytest.mark.parametrize(("size", "node_size"), LAYOUTS)
 def test_reductions_of_every_dtype_and_op(size: int, node_size: int | None) -> None:
     """All are under way at once, submitted in another order on every rank; small ones are fused from some time on."""
-    cases = list(itertools.product(DTYPES, ReduceOp, (0, 1, 5)))
+    cases = [(dtype, op, count) for dtype in DTYPES for op in ops_of(dtype) for count in (0, 1, 5)]
 
     def program(engine: Engine) -> None:
         rank = engine.communicator.rank
@@ -140,7 +140,7 @@ def test_one_operation_of_several_arrays(size: int, node_size: int | None) -> No
     shapes = [("float32", (3, 7)), ("int64", (5,)), ("bfloat16", (2, 2)), ("float32", ()), ("float16", (0, 3))]
 
     def program(engine: Engine) -> None:
-        for op in ReduceOp:
+        for op in (op for op in ReduceOp if op.takes("float")):
             inputs = [
                 [sample(rank, shape, dtype, salt) for salt, (dtype, shape) in enumerate(shapes)] for rank in range(size)
             ]
@@ -232,7 +232,7 @@ def test_without_progress_threads() -> None:
 def test_a_rank_that_joined_changes_nothing(size: int, node_size: int | None) -> None:
     """Sums, products, extremes and averages are those of the ranks that are left, in every dtype."""
     left = max(1, size - 1)
-    cases = list(itertools.product(DTYPES, ReduceOp, (0, 5)))
+    cases = [(dtype, op, count) for dtype in DTYPES for op in ops_of(dtype) for count in (0, 5)]
 
     def program(engine: Engine) -> int:
         rank = engine.communicator.rank
@@ -245,7 +245,9 @@ def test_a_rank_that_joined_changes_nothing(size: int, node_size: int | None) ->
             ]
             for handle, (dtype, op, count) in zip(handles, cases, strict=True):
                 (out,) = engine.wait(handle)
-                assert_close(out, expected([sample(each, count, dtype, turn) for each in range(left)], op))
+                answer = expected([sample(each, count, dtype, turn) for each in range(left)], op)
+                # One that is left is not alone.
+                assert_close(out, (answer != 0).astype(dtype) if size > 1 and op in (LAND, LOR, LXOR) else answer)
         return int(engine.wait(engine.join()))
 
     last = run_engines(size, program, node_size=node_size, config=SETTINGS)

@@ -96,7 +96,8 @@ def test_dir_shows_what_is_public():
 #: By module as programs import it: what they find there. Names may be added.
 NAMES = {
     "ringreduce": """
-        AVERAGE ChangedMessageError Choice CollectiveError CollectiveTimeoutError Communicator Config
+        AVERAGE BAND BOR BXOR LAND LOR LXOR
+        ChangedMessageError Choice CollectiveError CollectiveTimeoutError Communicator Config
         ConfigError Conventions Feedback ForeignFileError Instrument MAX MIN Metrics MismatchError
         NotFiniteError PRODUCT PeerLostError ProcessSet Recovery ReduceOp ReproducibleAccumulator
         RingReduceError SUM ShutdownError Topology TransportError UnsupportedBufferError add_process_set

@@ -37,9 +37,9 @@ _OPS: dict[Any, ReduceOp | str] = {
     _Kind.PRODUCT: PRODUCT,
     _Kind.MIN: MIN,
     _Kind.MAX: MAX,
-    _Kind.BAND: "bitwise_and",
-    _Kind.BOR: "bitwise_or",
-    _Kind.BXOR: "bitwise_xor",
+    _Kind.BAND: "band",
+    _Kind.BOR: "bor",
+    _Kind.BXOR: "bxor",
 }
 
 _Tensors = Sequence[torch.Tensor]

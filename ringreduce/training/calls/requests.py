@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, cast
 
-from ringreduce.buffers import DTYPES, DType, Operand, operand_of
+from ringreduce.buffers import DTYPES, DType, Operand, operand_of, require_op
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.sums.adasum import adasum
 from ringreduce.collectives.sums.reproducible import reproducible_allreduce
@@ -312,6 +312,8 @@ class RequestBuilder(CheckingArguments):
         if op == Adasum:
             raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
         kind = ReduceOp.parse(op)
+        for each in sources:
+            require_op(kind, DTYPES[dtype_name(each.dtype)])
         if kind is AVERAGE and self._named:
             require_no_op(self._key)
         prescale = real_number("prescale_factor", prescale)
@@ -440,6 +442,9 @@ def _allreduce_in_words(
 ) -> str:
     kind = "allreduce" if len(arrays) == 1 else "grouped allreduce"
     word = op if isinstance(op, str) else op.value
+    if op not in (Adasum, ReproducibleSum):
+        for _, dtype in arrays:
+            require_op(ReduceOp.parse(op), DTYPES[dtype_name(dtype)])
     words = ", ".join(_in_words(shape, dtype) for shape, dtype in arrays)
     scales = f", scaled by {prescale} and {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     return f"{kind}({word}, {words}{scales})" + (f" as {wire}" if wire is not None else "")
