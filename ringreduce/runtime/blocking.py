@@ -12,6 +12,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array
 from ringreduce.collectives import Call, Feedback
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.sums.prefix import prefix
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Engine, Operation
@@ -225,6 +226,29 @@ def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
 def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
     """Send an array to one rank and receive another from one, at the same time; see `Communicator.sendrecv`."""
     return world().sendrecv(array, dest, out, source=source, tag=tag)
+
+
+def scan(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, process_set: ProcessSet | None = None) -> Any:
+    """Reduce arrays over the ranks up to each rank: rank r gets what ranks 0 to r come to. Collective.
+
+    Args:
+        array: in host memory, any shape; shape and dtype must agree on all ranks.
+        op: see `ringreduce.common.reduce_ops`, but for averages; must agree.
+        out: where the result goes, ``array`` itself for in place; same shape and dtype. None: a new array.
+        process_set: the ranks that take part; None: all.
+
+    Raises:
+        ConfigError: of an average; UnsupportedBufferError: an array cannot be used; MismatchError: the calls differ.
+    """
+    return prefix(_members(process_set), array, op, out, inclusive=True)
+
+
+def exscan(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, process_set: ProcessSet | None = None) -> Any:
+    """Reduce arrays over the ranks before each rank; rank 0's result stays as it is. See `scan`. Collective.
+
+    A new array is undefined on rank 0, as in MPI.
+    """
+    return prefix(_members(process_set), array, op, out, inclusive=False)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mpi4py import MPI
-from suites.conformance import check_choices, check_collectives, check_messages, expected, sample
+from suites.conformance import (
+    assert_close,
+    check_choices,
+    check_collectives,
+    check_messages,
+    expected,
+    ops_of,
+    sample,
+)
 from whole_numbers import check_averages
 
 import ringreduce as rr
@@ -126,3 +134,46 @@ def test_random_sums_have_equal_bits_on_all_ranks(world: rr.Communicator, rng: n
         result = world.allreduce(mine, algorithm=algorithm)
         assert (world.allgather(result[None].view(np.uint32)) == result.view(np.uint32)).all(), algorithm
         np.testing.assert_allclose(result, exact, rtol=0, atol=world.size * 2.0**-22)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float64", "bfloat16", "bool"])
+def test_prefixes_are_those_of_the_ranks_before(world: rr.Communicator, dtype: str) -> None:
+    """`scan` with this rank's own terms, `exscan` without: in place and not, of odd counts, in every operation."""
+    for count in (0, 1, 33, 40_001):
+        inputs = [sample(rank, count, dtype) for rank in range(world.size)]
+        for op in ops_of(dtype):
+            if op is rr.AVERAGE:
+                continue
+            mine = inputs[world.rank].copy()
+            assert_close(rr.scan(mine, op), expected(inputs[: world.rank + 1], op))
+            before = rr.exscan(mine, op, out=mine)
+            assert before is mine
+            assert_close(mine, expected(inputs[: world.rank], op) if world.rank else inputs[0])
+
+
+def test_prefixes_and_operations_are_those_of_mpi(world: rr.Communicator) -> None:
+    """The same numbers by mpi4py, where it has them."""
+    mine = np.arange(101, dtype=np.int64) * (world.rank + 3) % 17
+    for op in (rr.SUM, rr.MIN, rr.MAX, rr.PRODUCT, rr.BAND, rr.BOR, rr.BXOR, rr.LAND, rr.LOR, rr.LXOR):
+        theirs = getattr(MPI, {rr.PRODUCT: "PROD"}.get(op, op.value.upper()))
+        found = np.empty_like(mine)
+        MPI.COMM_WORLD.Allreduce(mine, found, theirs)
+        assert np.array_equal(rr.allreduce(mine, op), found), op
+        MPI.COMM_WORLD.Scan(mine, found, theirs)
+        assert np.array_equal(rr.scan(mine, op), found), op
+        MPI.COMM_WORLD.Exscan(mine, found, theirs)
+        assert world.rank == 0 or np.array_equal(rr.exscan(mine, op), found), op
+
+
+def test_wrong_prefixes_are_refused_on_all_ranks(world: rr.Communicator) -> None:
+    """An average, floats bit by bit, an output of another kind; and calls that differ."""
+    with pytest.raises(rr.ConfigError, match="takes no average"):
+        rr.scan(np.ones(3), rr.AVERAGE)
+    with pytest.raises(rr.UnsupportedBufferError, match="band takes integers and bool, got float64"):
+        rr.scan(np.ones(3), "band")
+    with pytest.raises(rr.UnsupportedBufferError, match="exscan of"):
+        rr.exscan(np.ones(3), out=np.ones(4))
+    if world.size > 1:
+        with pytest.raises(rr.MismatchError):
+            rr.scan(np.ones(3 + world.rank))
+    assert rr.scan(np.ones(1)) == world.rank + 1
