@@ -21,7 +21,7 @@ from ringreduce.collectives.rows import part_numbers
 from ringreduce.common.arguments import real_number, row_counts, shown, whole_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.partition import Partition
-from ringreduce.common.reduce_ops import ReduceOp
+from ringreduce.common.reduce_ops import INTEGER_OPS, ReduceOp
 
 
 @dataclass(slots=True, eq=False)
@@ -85,21 +85,11 @@ def _root(ranks: Context, root: object) -> int:
     return number
 
 
-def _op(given: ReduceOp | str, dtype: DType) -> ReduceOp:
-    """Return the operation.
-
-    Raises:
-        ConfigError: there is none of this name.
-        UnsupportedBufferError: it does not take such elements.
-    """
-    op = given if isinstance(given, ReduceOp) else ReduceOp.parse(given)
-    require_op(op, dtype)
-    return op
-
-
 def _allreduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     source = operand_of(call.array)
-    op = _op(call.op, source.dtype)
+    op = call.op if isinstance(call.op, ReduceOp) else ReduceOp.parse(call.op)
+    if op in INTEGER_OPS:
+        require_op(op, source.dtype)
     codec = None
     argument = op.value
     if call.deterministic:
@@ -175,7 +165,8 @@ def _require_codec(compression: Any, dtype: DType, op: ReduceOp, *, deterministi
 def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
     root = _root(ranks, call.root)
     source = require_host(operand_of(call.array), "reduce")
-    op = _op(call.op, source.dtype)
+    op = ReduceOp.parse(call.op)
+    require_op(op, source.dtype)
     result = None
     if ranks.rank == root:
         result = operands.result(call.array, source, source.shape, out=call.out)
@@ -196,7 +187,8 @@ def _reduce(ranks: Context, operands: Operands, call: Call) -> Prepared:
 
 def _reduce_scatter(ranks: Context, operands: Operands, call: Call) -> Prepared:
     source = with_rows(call.array, "reduce_scatter")
-    op = _op(call.op, source.dtype)
+    op = ReduceOp.parse(call.op)
+    require_op(op, source.dtype)
     rows = source.shape[0]
     row = prod(source.shape[1:])
     argument = op.value

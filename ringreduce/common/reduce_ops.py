@@ -65,10 +65,11 @@ class ReduceOp(enum.Enum):
 
     def takes(self, kind: str) -> bool:
         """Return whether this reduces elements of a kind; see `ringreduce.buffers.DType`."""
-        return self not in _OF_INTEGERS or kind in ("int", "uint", "bool")
+        return self not in INTEGER_OPS or kind in ("int", "uint", "bool")
 
 
-_OF_INTEGERS = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR))
+#: What takes integers and bool alone.
+INTEGER_OPS = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR))
 
 SUM = ReduceOp.SUM
 AVERAGE = ReduceOp.AVERAGE

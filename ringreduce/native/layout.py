@@ -106,12 +106,15 @@ PUTTING = 6
 TAKING = 7
 HELD_NOTE_POLLS = 8
 NOTE_POLLS = 9
-STREAM_FIELDS = 10
+#: how many notes that were taken are still to be received: they come first.
+ANNOUNCED = 10
+STREAM_FIELDS = 11
 #: A message whose array comes again: its stream, where the array is, its bytes, and those of the head of the note; the
 #: head, in whole words; what `is_same` takes. It ends `DONE`, `MOVED` (the array is another one by now), or
-#: `UNFINISHED`: Python sends or receives it.
+#: `UNFINISHED`: Python sends or receives it; or nothing has come.
 STREAM = 0
 ARRAY = 1
 ARRAY_NBYTES = 2
 HEAD_NBYTES = 3
 HEAD = 4
+NOTHING = 8

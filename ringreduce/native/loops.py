@@ -280,17 +280,17 @@ def take(address, patient):
     if not is_same(head + (head_nbytes + _WORD - 1) // _WORD * _WORD):
         return layout.MOVED
     stream = words(message[layout.STREAM])
+    if stream[layout.TAKING] or stream[layout.ANNOUNCED] or stream[layout.TAKE_BASE] == 0:
+        return layout.UNFINISHED
     start = stream[layout.TAKEN]
     polls = stream[layout.NOTE_POLLS if patient else layout.HELD_NOTE_POLLS]
     while load_acquire(stream[layout.COME_FLAG]) == start:
         if polls <= 0:
-            return layout.UNFINISHED
+            return layout.NOTHING
         polls -= 1
         pause()
     nbytes = message[layout.ARRAY_NBYTES]
     note = stream[layout.TAKE_BASE] + start
-    if stream[layout.TAKING] or stream[layout.TAKE_BASE] == 0:
-        return layout.UNFINISHED
     if words(note)[0] != head_nbytes + nbytes or not same_bytes(note + _WORD, head, head_nbytes):
         return layout.UNFINISHED
     copy(message[layout.ARRAY], note + _WORD + head_nbytes, nbytes)

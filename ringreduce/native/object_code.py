@@ -18,7 +18,7 @@ from ringreduce.common.files import replace_file
 from ringreduce.native import encoding, loops
 from ringreduce.native.catalog import FUNCTIONS
 from ringreduce.native.elementwise import emit
-from ringreduce.native.layout import LATE_BARRIER, LATE_ENTRY, RELEASES, UNFINISHED
+from ringreduce.native.layout import LATE_BARRIER, LATE_ENTRY, NOTHING, RELEASES
 from ringreduce.native.library import CODECS, SIMPLE, processor
 
 _DECLARATIONS = """
@@ -87,7 +87,7 @@ begin:
 {arguments}
   call i32 @loop_take(ptr %result, ptr %error, i64 %a0, i64 0)
   %first = load i64, ptr %result
-  %is_late = icmp eq i64 %first, {UNFINISHED}
+  %is_late = icmp eq i64 %first, {NOTHING}
   br i1 %is_late, label %patient, label %end
 patient:
   %thread = call ptr @PyEval_SaveThread()
@@ -136,7 +136,7 @@ def _functions() -> str:
             _RUN.format(name="run", arguments=_arguments(4), target="%a2", **constants),
             _RUN.format(name="run_into", arguments=of_array, target="%memory", **constants),
             *(_SIMPLE.format(name=name, arguments=_arguments(1)) for name in ("is_same", "put")),
-            _TAKE.format(arguments=_arguments(1), UNFINISHED=UNFINISHED),
+            _TAKE.format(arguments=_arguments(1), NOTHING=NOTHING),
             *(_codec(name, 3 if name.startswith("encode") else 4) for name in CODECS),
         )
     )

@@ -14,6 +14,7 @@ from ringreduce.buffers import Array, address_of
 from ringreduce.buffers.same import unchanged
 from ringreduce.common.errors import TransportError
 from ringreduce.native.layout import (
+    ANNOUNCED,
     COME_FLAG,
     HELD_NOTE_POLLS,
     NOTE_POLLS,
@@ -40,6 +41,9 @@ _PART_NBYTES = 2 * _LINE + _BUFFER_NBYTES
 _HELD_POLLS = 100  # Of a compiled receive: about 3 us with the interpreter's lock,
 _POLLS = 5000  # and 100 us without.
 
+_MOST_REPEATED = 256
+_MOST_ANNOUNCED = 16 << 20  # Of notes of a rank that were taken for others behind them; then that rank waits.
+_ANNOUNCED_NBYTES = 4096  # Shorter notes do not count.
 _TRIES = 3  # So often Python sends or receives an array; then compiled code does.
 
 _LENGTH = struct.Struct("<q")  # Length of the note that follows.
@@ -103,8 +107,8 @@ class SharedControlChannel:
 
     def poll(self) -> tuple[int, bytes] | None:
         for place, (peer, stream) in enumerate(self._all, 1):
-            if stream.put_there[0] != stream.state[TAKEN] and not stream.state[TAKING]:
-                note = stream.take()
+            waits = stream.put_there[0] != stream.state[TAKEN] and stream.announced_nbytes <= _MOST_ANNOUNCED
+            if waits and not stream.state[TAKING] and (note := stream.take()) is not None:
                 self._all = self._all[place:] + self._all[:place]  # Turned, so that no rank is always served first.
                 return peer, note
         return None
@@ -146,6 +150,7 @@ class NoteStream:
 
     Attributes:
         put_there: how many bytes the peer has put, as the peer says.
+        announced_nbytes: how much of what was taken is still to be received, see `AnnouncedNotes`.
         grown: whether it took more memory to put notes, as the peer had not read enough; whoever looks resets it.
         state: what compiled code knows of this, see `ringreduce.native.layout`.
     """
@@ -156,6 +161,7 @@ class NoteStream:
         self._arena = arena
         self._peer = peer
         self._fence = fence()
+        self.announced_nbytes = 0
         self.grown = False
         self._put_here = mine[:8].cast("q")
         self._turned_here = mine[_LINE : _LINE + 8].cast("q")
@@ -231,8 +237,8 @@ class NoteStream:
         self.state[PUT_BASE] = _address(buffer.memory) - buffer.first
         self.state[PUT_END] = buffer.first + len(buffer.memory) - _LINE
 
-    def take(self) -> bytes:
-        """Return the peer's next note, which is there.
+    def take(self) -> bytes | None:
+        """Return the peer's next note; None: there is none, as a signal handler may have taken it just before.
 
         Raises:
             TransportError: a signal handler does so where it has interrupted this, or the memory cannot be reached.
@@ -244,6 +250,8 @@ class NoteStream:
             if self._fence is not None:
                 self._fence()
             taken = self.state[TAKEN]
+            if self.put_there[0] == taken:
+                return None
             memory, first = self._theirs
             (nbytes,) = _LENGTH.unpack_from(memory, taken - first)
             if nbytes < 0:
@@ -279,6 +287,42 @@ class NoteStream:
         fields = [_address(self.state), address_of(array), array.nbytes, len(head)]
         padded = head + bytes(-len(head) % 8)
         return np.concatenate([np.array(fields, np.int64), np.frombuffer(padded, np.int64), known])
+
+
+class AnnouncedNotes:
+    """Notes of arrays that came before others which were asked for, in the order in which they came.
+
+    Args:
+        streams: by rank; others have none.
+    """
+
+    def __init__(self, streams: Mapping[int, NoteStream]) -> None:
+        self._streams = streams
+        self._notes: list[tuple[int, int, bytes]] = []  # Sender, tag and note.
+
+    def add(self, sender: int, tag: int, note: bytes) -> None:
+        """Keep a note until somebody asks for it."""
+        self._notes.append((sender, tag, note))
+        self._count(sender, 1, note)
+
+    def take(self, peer: int | None, tag: int) -> tuple[int, bytes] | None:
+        """Return the first note of a rank, None: any, with a tag, and its sender; None: there is none."""
+        for place, (sender, its_tag, note) in enumerate(self._notes):
+            if its_tag == tag and peer in (None, sender):
+                del self._notes[place]
+                self._count(sender, -1, note)
+                return sender, note
+        return None
+
+    def has(self, peer: int, tag: int) -> bool:
+        """Return whether there is a note of a rank with a tag."""
+        return bool(self._notes) and any(note[:2] == (peer, tag) for note in self._notes)
+
+    def _count(self, sender: int, sign: int, note: bytes) -> None:
+        stream = self._streams.get(sender)
+        if stream is not None:
+            stream.state[ANNOUNCED] += sign
+            stream.announced_nbytes += sign * (len(note) if len(note) > _ANNOUNCED_NBYTES else 0)
 
 
 class RepeatedNote:
@@ -321,7 +365,7 @@ class RepeatedNotes:
     def remember(self, key: tuple[bool, int, int, int], array: Array, kind: ArrayKind) -> None:
         """Take note that Python exchanges an array; the third time, let compiled code do it from now on.
 
-        One that is new each time would not be worth it.
+        One that is new each time would not be worth it. The caller holds the lock under which messages are exchanged.
 
         Args:
             key: see ``by_key``.
@@ -331,14 +375,19 @@ class RepeatedNotes:
         notes = self.by_key
         note = notes.get(key)
         if note is None:
+            if len(notes) >= _MOST_REPEATED:  # With a tag for each message, for example.
+                notes.clear()
             notes[key] = RepeatedNote(weakref.ref(array, lambda _: notes.pop(key, None)), self._streams[key[2]], kind)
             return
         note.times += 1
         if note.times >= _TRIES:
             note.times = 0
+            message = note.stream.message(TAG.pack(key[3]) + kind.head, array)
+            address = 0 if message is None else address_of(message)
             note.kind = kind
-            note.message = note.stream.message(TAG.pack(key[3]) + kind.head, array)
-            note.address = 0 if note.message is None else address_of(note.message)
+            # No call in between, in which a signal handler could use the address of what is freed.
+            note.address = address
+            note.message = message
 
 
 def _address(memory: memoryview) -> int:

@@ -34,7 +34,7 @@ from ringreduce.transport.array_notes import (
     kind_of,
     small_kind_for,
 )
-from ringreduce.transport.control import NoteStream, RepeatedNotes, SharedControlChannel
+from ringreduce.transport.control import AnnouncedNotes, NoteStream, RepeatedNotes, SharedControlChannel
 from ringreduce.transport.messages import Messages, Prequest
 from ringreduce.transport.waiting import Waiter
 
@@ -124,7 +124,7 @@ class PointToPoint:
         self._lock = threading.RLock()
         # By rank, numbers of the large arrays that it was sent.
         self._numbers = [count() for _ in range(messages.size)]
-        self._announced: list[tuple[int, int, bytes]] = []  # Sender, tag and note, in the order in which they came.
+        self._announced = AnnouncedNotes(self._streams)
         self._awaited: list[PeerTransfer] = []  # Receives that nothing has come for yet.
         self._moving: list[PeerTransfer] = []
         self._lifetime = lifetime
@@ -186,7 +186,7 @@ class PointToPoint:
         if repeat is not None and repeat.address and not repeat.stream.grown:
             assert self._compiled is not None
             with self._lock:
-                if self._lifetime.open and self._compiled.put(repeat.address) == DONE:
+                if self._lifetime.open and repeat.address and self._compiled.put(repeat.address) == DONE:
                     return repeat.kind
         kind = small_kind_for(self._near, array, peer, tag)
         if kind is not None:
@@ -195,8 +195,8 @@ class PointToPoint:
                 if stream.grown or not self._lifetime.open:
                     return None
                 stream.put(TAG.pack(tag) + kind.head + array.tobytes())
-            if self._compiled is not None and array.flags.c_contiguous:
-                self._repeated.remember(key, array, kind)
+                if self._compiled is not None and array.flags.c_contiguous:
+                    self._repeated.remember(key, array, kind)
         return kind
 
     def recv_now(self, out: Any, peer: Any, tag: Any, kind: ArrayKind | None = None) -> ArrayKind | None:
@@ -214,15 +214,13 @@ class PointToPoint:
         if repeat is not None and repeat.address:
             assert self._compiled is not None
             with self._lock:
-                waits = self._awaited or self._announced or not self._lifetime.open
-                if not waits and self._compiled.take(repeat.address) == DONE:
+                may_take = self._lifetime.open and not self._awaited and repeat.address
+                if may_take and self._compiled.take(repeat.address) == DONE:
                     return repeat.kind
         if kind is None:
             kind = small_kind_for(self._near, out, peer, tag)
             if kind is None or not out.flags.carray:
                 return None
-        if self._compiled is not None:
-            self._repeated.remember(key, out, kind)
         head = TAG.pack(tag) + kind.head
         stream = self._streams[peer]
         there = stream.put_there
@@ -231,9 +229,11 @@ class PointToPoint:
             if there[0] != taken:
                 break
         with self._lock:
+            if self._compiled is not None:
+                self._repeated.remember(key, out, kind)
             if self._awaited or there[0] == stream.state[TAKEN] or not self._lifetime.open:
                 return None
-            if self._announced and (peer, tag) in [announced[:2] for announced in self._announced]:
+            if self._announced.has(peer, tag) or stream.announced_nbytes > 0:
                 return None
             try:
                 note = stream.take()
@@ -241,10 +241,13 @@ class PointToPoint:
                 if stream.state[TAKING]:  # A signal handler has interrupted this.
                     raise
                 return None
-            if note.startswith(head):
+            if note is None:
+                return None
+            if note.startswith(head) and not self._announced.has(peer, tag):  # A signal handler may have taken one.
                 out[...] = np.ndarray(out.shape, out.dtype, note, kind.end)
                 return kind
-            self._announced.append((peer, *TAG.unpack_from(note), note))
+            (its_tag,) = TAG.unpack_from(note)
+            self._announced.add(peer, its_tag, note)
         return None
 
     def exchanged_kind(self, array: Any, out: Any, peer: Any, tag: Any) -> ArrayKind | None:
@@ -270,11 +273,10 @@ class PointToPoint:
             transfer.then = partial(np.copyto, target.view, data)
         with self._lock:
             self._lifetime.require_open("message")
-            for place, (sender, its_tag, note) in enumerate(self._announced):
-                if its_tag == tag and peer in (None, sender):
-                    del self._announced[place]
-                    self._receive(transfer, sender, note)
-                    return transfer
+            announced = self._announced.take(peer, tag)
+            if announced is not None:
+                self._receive(transfer, *announced)
+                return transfer
             self._awaited.append(transfer)
             self.advance()
         return transfer
@@ -377,6 +379,7 @@ class PointToPoint:
         self.waiter.forget()
 
     def _end_all(self, error: BaseException) -> None:
+        self._repeated.by_key.clear()
         ended = (*self._awaited, *self._moving)
         self._awaited = []
         self._moving = []
@@ -385,6 +388,7 @@ class PointToPoint:
                 transfer.end(error)  # MPI itself keeps alive what it still moves.
 
     def _forked(self) -> None:
+        self._repeated.by_key.clear()
         self._lock = threading.RLock()  # The rank may hold the former one.
         self._moving = []
         self._awaited = []
@@ -401,7 +405,7 @@ class PointToPoint:
                     transfer.end(error)  # Nothing else ends it: it is in no list.
                     raise
                 return
-        self._announced.append((sender, tag, note))
+        self._announced.add(sender, tag, note)
 
     def _receive(self, transfer: PeerTransfer, sender: int, note: bytes) -> None:
         """Receive the array of a note."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,6 +16,8 @@ from ringreduce.buffers import Operand
 from ringreduce.common.config import Config
 from ringreduce.native.layout import TAKING
 from ringreduce.testing import caught, run_ranks
+from ringreduce.transport import control
+from ringreduce.transport.control import NoteStream
 
 
 def in_world(size: int, function, timeout_s: float = 20.0, node_size: int | None = None) -> list:
@@ -369,6 +372,73 @@ def test_an_array_that_comes_again_may_be_another() -> None:
         if communicator.rank == 1:
             array.flags.writeable = False
             assert isinstance(caught(communicator.recv, array, peer), rr.UnsupportedBufferError)
+
+    in_world(2, check)
+
+
+def test_a_tag_for_each_message_takes_no_more_memory() -> None:
+    """What is remembered of arrays that come again has a limit."""
+
+    def check(communicator: rr.Communicator) -> None:
+        array = np.zeros(3)
+        for tag in range(3000):
+            if communicator.rank == 0:
+                communicator.send(array, 1, tag)
+            else:
+                communicator.recv(array, 0, tag)
+        assert len(communicator.point_to_point._repeated.by_key) <= 256
+
+    in_world(2, check)
+
+
+def test_what_nobody_asks_for_takes_no_more_memory_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of one tag before one of another: from a limit on they stay where the sender put them, and it waits."""
+    monkeypatch.setattr(control, "_MOST_ANNOUNCED", 100_000)
+
+    def check(communicator: rr.Communicator) -> None:
+        array = np.zeros(5000)
+        if communicator.rank == 0:
+            for number in range(10):
+                array[:] = number
+                communicator.send(array, 1)
+            communicator.send(array, 1, 1)
+            return
+        assert isinstance(caught(communicator.recv, array, 0, 1), rr.CollectiveTimeoutError)
+        assert communicator.point_to_point._streams[0].announced_nbytes < 150_000
+        for number in range(10):
+            communicator.recv(array, 0)
+            assert (array == number).all()
+        communicator.recv(array, 0, 1)
+
+    in_world(2, check, timeout_s=1.0)
+
+
+def test_order_stays_where_a_handler_receives_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It receives another tag before this rank takes a note that it has seen."""
+    take = NoteStream.take
+    handlers: list[Callable[[], None]] = []
+
+    def interrupted(stream: NoteStream) -> bytes | None:
+        if handlers:
+            handlers.pop()()
+        return take(stream)
+
+    monkeypatch.setattr(NoteStream, "take", interrupted)
+
+    def check(communicator: rr.Communicator) -> None:
+        array = np.zeros(1)
+        if communicator.rank == 0:
+            for value, tag in ((0.0, 0), (9.0, 1), (1.0, 0), (2.0, 0)):
+                communicator.send(np.full(1, value), 1, tag)
+            communicator.barrier()
+            return
+        communicator.barrier()
+        heard = np.zeros(1)
+        handlers.append(lambda: communicator.recv(heard, 0, 1))
+        for number in range(3):
+            communicator.recv(array, 0)
+            assert array == number
+        assert heard == 9
 
     in_world(2, check)
 

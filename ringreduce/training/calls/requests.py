@@ -19,7 +19,7 @@ from ringreduce.collectives.sums.reproducible import reproducible_allreduce
 from ringreduce.common.arguments import CheckingArguments, real_number, row_counts, shown
 from ringreduce.common.conventions import Conventions
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
-from ringreduce.common.reduce_ops import AVERAGE, ReduceOp
+from ringreduce.common.reduce_ops import AVERAGE, INTEGER_OPS, ReduceOp
 from ringreduce.engine import CollectiveOp, InPlaceAllreduce, Operation, Reduction, Refusal, unnamed
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
@@ -312,8 +312,9 @@ class RequestBuilder(CheckingArguments):
         if op == Adasum:
             raise ConfigError("there is no reducescatter with Adasum, which looks at whole tensors; use allreduce")
         kind = ReduceOp.parse(op)
-        for each in sources:
-            require_op(kind, DTYPES[dtype_name(each.dtype)])
+        if kind in INTEGER_OPS:
+            for each in sources:
+                require_op(kind, DTYPES[dtype_name(each.dtype)])
         if kind is AVERAGE and self._named:
             require_no_op(self._key)
         prescale = real_number("prescale_factor", prescale)
@@ -442,9 +443,10 @@ def _allreduce_in_words(
 ) -> str:
     kind = "allreduce" if len(arrays) == 1 else "grouped allreduce"
     word = op if isinstance(op, str) else op.value
-    if op not in (Adasum, ReproducibleSum):
+    kind_of_op = op if isinstance(op, ReduceOp) or op in (Adasum, ReproducibleSum) else ReduceOp.parse(op)
+    if kind_of_op in INTEGER_OPS:
         for _, dtype in arrays:
-            require_op(ReduceOp.parse(op), DTYPES[dtype_name(dtype)])
+            require_op(kind_of_op, DTYPES[dtype_name(dtype)])
     words = ", ".join(_in_words(shape, dtype) for shape, dtype in arrays)
     scales = f", scaled by {prescale} and {postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     return f"{kind}({word}, {words}{scales})" + (f" as {wire}" if wire is not None else "")
