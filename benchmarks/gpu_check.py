@@ -99,7 +99,7 @@ def check_allreduce(world: rr.Communicator, path: str, put: Put, get: Get) -> It
     """Compare allreduces of all dtypes, operations and some sizes with float64; collective."""
     for dtype, row in DTYPES.items():
         wrong = []
-        for op in ReduceOp:
+        for op in filter(lambda op: op.takes("float"), ReduceOp):  # Others go through the host.
             if (op is ReduceOp.AVERAGE and row.integral) or (row.kind == "complex" and op.value in ("min", "max")):
                 continue
             for salt, count in enumerate(COUNTS):

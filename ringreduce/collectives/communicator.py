@@ -18,7 +18,7 @@ from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
 from ringreduce.collectives.operands import Devices, Operands, ordinal
 from ringreduce.collectives.running import Runner
-from ringreduce.collectives.send_recv import SendRecv
+from ringreduce.collectives.send_recv import PendingMessage, SendRecv
 from ringreduce.common.arguments import array_shape
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.errors import TransportError
@@ -410,6 +410,25 @@ class Communicator:
             MismatchError: what came has another shape or dtype, and is dropped; raised here, not at the sender.
         """
         return self._send_recv.recv(out, source, tag)
+
+    def isend(self, array: Any, dest: int, tag: int = 0) -> PendingMessage:
+        """Begin to send an array; not collective. Arguments and errors are those of `send`.
+
+        It moves on whenever this rank waits for a message, or tests one. What one rank sends another with one tag is
+        received in the order in which it is begun, by `send` or by this.
+
+        Returns:
+            What waits for it. The array must stay as it is until then.
+        """
+        return self._send_recv.isend(array, dest, tag)
+
+    def irecv(self, out: Any, source: int | None = None, tag: int = 0) -> PendingMessage:
+        """Begin to receive an array; not collective. Arguments are those of `recv`, and it moves on as `isend`.
+
+        Returns:
+            What waits for it, and returns the rank that has sent it.
+        """
+        return self._send_recv.irecv(out, source, tag)
 
     def sendrecv(self, array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
         """Send an array to one rank, and receive another that a rank sends, at the same time; not collective.

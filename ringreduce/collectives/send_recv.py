@@ -16,8 +16,41 @@ from ringreduce.common.instruments import Tally
 from ringreduce.transport.checked import checked
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.point_to_point import PointToPoint
+from ringreduce.transport.point_to_point import PeerTransfer, PointToPoint
 from ringreduce.transport.waiting import Waiter
+
+
+class PendingMessage:
+    """An array that is on its way to or from another rank. Its memory belongs to this until `wait` or `test` says so.
+
+    Args:
+        carrier: carries it.
+        transfer: it.
+        call: what the program called.
+    """
+
+    def __init__(self, carrier: PointToPoint, transfer: PeerTransfer, call: str) -> None:
+        self._carrier = carrier
+        self._transfer = transfer
+        self._call = call
+
+    def __repr__(self) -> str:
+        return f"<{self._call}: {self._transfer}>"
+
+    def wait(self) -> int:
+        """Return the other rank, once the array was sent (more than 128 KiB were received, too) or received.
+
+        Raises:
+            as `Communicator.send` and `Communicator.recv`.
+        """
+        self._carrier.wait(self._transfer)
+        assert self._transfer.peer is not None
+        return self._transfer.peer
+
+    def test(self) -> bool:
+        """Return whether `wait` would return, or raise, at once; never blocks."""
+        self._carrier.advance()
+        return self._transfer.done
 
 
 class SendRecv:
@@ -76,6 +109,22 @@ class SendRecv:
         sender = None if source is None else whole_number("source", source)
         with self._timed("recv", target.nbytes):
             return _receive(carrier, target, sender, whole_number("tag", tag))
+
+    def isend(self, array: Any, dest: int, tag: int) -> PendingMessage:
+        """Begin to send an array; see `Communicator.isend`."""
+        carrier = self._open_carrier()
+        source = require_host(operand_of(array), "isend")
+        self._sent.add(source.nbytes, 0.0)
+        transfer = carrier.send(source, whole_number("dest", dest), whole_number("tag", tag))
+        return PendingMessage(carrier, transfer, "isend")
+
+    def irecv(self, out: Any, source: int | None, tag: int) -> PendingMessage:
+        """Begin to receive an array; see `Communicator.irecv`."""
+        carrier = self._open_carrier()
+        target = require_host(operand_of(out), "irecv")
+        self._received.add(target.nbytes, 0.0)
+        sender = None if source is None else whole_number("source", source)
+        return PendingMessage(carrier, carrier.recv(target, sender, whole_number("tag", tag)), "irecv")
 
     def sendrecv(self, array: Any, dest: int, out: Any, *, source: int | None, tag: int) -> Any:
         """Send an array to one rank, and receive another that a rank sends, at the same time; return ``out``."""

@@ -7,12 +7,12 @@
 | min     | smallest, NaN wins (2) | smallest                          | all                  |
 | max     | largest, NaN wins (2)  | largest                           | any                  |
 | product | product                | product, wraps around             | all                  |
-| band    |                        | the bits that all have            | all                  |
-| bor     |                        | the bits that any has             | any                  |
-| bxor    |                        | the bits that an odd number has   | an odd number        |
-| land    |                        | 1 where none is 0, else 0 (3)     | all                  |
-| lor     |                        | 1 where any is not 0, else 0 (3)  | any                  |
-| lxor    |                        | 1 where an odd number is not 0 (3)| an odd number        |
+| band    | refused                | the bits that all have            | all                  |
+| bor     | refused                | the bits that any has             | any                  |
+| bxor    | refused                | the bits that an odd number has   | an odd number        |
+| land    | refused                | 1 where none is 0, else 0 (3)     | all                  |
+| lor     | refused                | 1 where any is not 0, else 0 (3)  | any                  |
+| lxor    | refused                | 1 where an odd number is not 0 (3)| an odd number        |
 
 (1) even if the sum overflows: if a sum of 64-bit integers could, the quotients of its terms by the size are summed as
 well.

@@ -12,6 +12,7 @@ from ringreduce.algorithms import Collective
 from ringreduce.buffers import Array
 from ringreduce.collectives import Call, Feedback
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.send_recv import PendingMessage
 from ringreduce.collectives.sums.prefix import prefix
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM, ReduceOp
@@ -221,6 +222,16 @@ def send(array: Any, dest: int, tag: int = 0) -> None:
 def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
     """Receive an array that a rank sends; returns that rank; see `Communicator.recv`."""
     return world().recv(out, source, tag)
+
+
+def isend(array: Any, dest: int, tag: int = 0) -> PendingMessage:
+    """Begin to send an array; returns what waits for it; see `Communicator.isend`."""
+    return world().isend(array, dest, tag)
+
+
+def irecv(out: Any, source: int | None = None, tag: int = 0) -> PendingMessage:
+    """Begin to receive an array; returns what waits for it; see `Communicator.irecv`."""
+    return world().irecv(out, source, tag)
 
 
 def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:

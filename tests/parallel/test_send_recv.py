@@ -82,3 +82,27 @@ def test_messages_need_no_help_of_their_sender(world: rr.Communicator) -> None:
     if not rank:
         for number in range(300):
             rr.recv(np.zeros(number % 9, np.int64), behind, number % 3)
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("count", [0, 3, 40_001])
+def test_messages_that_are_begun_end_in_any_order(world: rr.Communicator, count: int) -> None:
+    """All ranks begin to receive from all and to send to all, wait for the last first, and find the senders."""
+    ranks = [rank for rank in range(world.size) if rank != world.rank]
+    rooms = [np.full(count, -1.0) for _ in ranks]
+    coming = [rr.irecv(room, rank, 7) for room, rank in zip(rooms, ranks, strict=True)]
+    going = [rr.isend(np.full(count, 10.0 * world.rank + rank), rank, 7) for rank in ranks]
+    for message, rank in reversed(list(zip(coming, ranks, strict=True))):
+        assert message.wait() == rank
+    for message in going:
+        message.wait()
+        assert message.test()
+    for room, rank in zip(rooms, ranks, strict=True):
+        assert (room == 10.0 * rank + world.rank).all()
+    anyone = rr.irecv(np.zeros(count + 1), tag=8)
+    rr.send(np.zeros(count), (world.rank + 1) % world.size, 8)
+    with pytest.raises(rr.MismatchError):
+        anyone.wait()
+    with pytest.raises(rr.ConfigError, match="messages go to other ranks"):
+        rr.isend(np.zeros(1), world.rank)
+    world.barrier()
