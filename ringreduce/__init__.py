@@ -13,6 +13,7 @@ PyTorch users start at `ringreduce.torch`. Importing this package starts nothing
 from ringreduce.audit.fingerprints import fingerprint
 from ringreduce.collectives import Choice, Feedback
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.send_recv import PendingMessage
 from ringreduce.collectives.sums.reproducible import ReproducibleAccumulator, reproducible_allreduce
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.conventions import Conventions
@@ -85,7 +86,6 @@ from ringreduce.runtime import (
     stopping,
 )
 from ringreduce.runtime.blocking import (
-    PendingMessage,
     Plan,
     allgather,
     allgather_init,
