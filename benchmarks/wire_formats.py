@@ -31,6 +31,7 @@ from ringreduce.collectives.compressed import best_codec
 from ringreduce.common.config import Config
 from ringreduce.common.quantities import parse_nbytes
 from ringreduce.native.cache import loops
+from ringreduce.native.library import CODECS as LOOPS
 
 
 def measure(nbytes: int, formats: list[str], iterations: int) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ def measure_codecs(count: int = 1 << 18, calls: int = 50) -> None:
     """Print how many GB/s each codec encodes, decodes, and adds: the best of some calls, in a core's own cache."""
     values = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     total = np.zeros_like(values)
-    library = loops(Config.from_environ().caches).library
+    library = loops(Config.from_environ().caches, LOOPS).library
     print(f"{'codec':<16}{'encode':>8}{'decode':>8}{'add':>8}  GB/s")
     for name, codec in CODECS.items():
         encoded = np.empty(codec.nbytes(count), np.uint8)

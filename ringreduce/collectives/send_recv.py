@@ -114,17 +114,18 @@ class SendRecv:
         """Begin to send an array; see `Communicator.isend`."""
         carrier = self._open_carrier()
         source = require_host(operand_of(array), "isend")
-        self._sent.add(source.nbytes, 0.0)
         transfer = carrier.send(source, whole_number("dest", dest), whole_number("tag", tag))
+        self._sent.add(source.nbytes, 0.0)
         return PendingMessage(carrier, transfer, "isend")
 
     def irecv(self, out: Any, source: int | None, tag: int) -> PendingMessage:
         """Begin to receive an array; see `Communicator.irecv`."""
         carrier = self._open_carrier()
         target = require_host(operand_of(out), "irecv")
-        self._received.add(target.nbytes, 0.0)
         sender = None if source is None else whole_number("source", source)
-        return PendingMessage(carrier, carrier.recv(target, sender, whole_number("tag", tag)), "irecv")
+        transfer = carrier.recv(target, sender, whole_number("tag", tag))
+        self._received.add(target.nbytes, 0.0)
+        return PendingMessage(carrier, transfer, "irecv")
 
     def sendrecv(self, array: Any, dest: int, out: Any, *, source: int | None, tag: int) -> Any:
         """Send an array to one rank, and receive another that a rank sends, at the same time; return ``out``."""

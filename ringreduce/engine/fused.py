@@ -262,14 +262,10 @@ def neutral_array(op: ReduceOp, dtype: DType, count: int) -> Any:
 
 def _neutral(op: ReduceOp, dtype: DType) -> Any:
     """Return the neutral element of an op, in the storage type of a dtype."""
-    if op in (SUM, AVERAGE):
+    if op in (SUM, AVERAGE, BOR, BXOR, LOR, LXOR):
         return 0
-    if op is PRODUCT:
+    if op in (PRODUCT, LAND):
         return _BFLOAT16_ONE if dtype.name == "bfloat16" else 1
-    if op in (BOR, BXOR, LOR, LXOR):
-        return 0
-    if op is LAND:
-        return 1
     if op is BAND:
         return ~dtype.storage.type(0)
     largest = op is MIN

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -43,11 +43,12 @@ class Loops(NamedTuple):
 
 
 @cache
-def loops(folder: str | None) -> Loops:
+def loops(folder: str | None, codecs: Sequence[str] = ()) -> Loops:
     """Return the compiled functions of this machine, made if need be.
 
     Args:
         folder: of the user's caches; None: there is none.
+        codecs: `CODECS`, in a world of several nodes, which is what encodes; a tuple. To compile them takes seconds.
     """
     if find_spec("llvmlite") is None or find_spec("numba") is None:
         return Loops(why_not="Numba is not installed")
@@ -56,10 +57,10 @@ def loops(folder: str | None) -> Loops:
     place = Path(folder, "native")
     try:
         own_folder(place)
-        path = place / f"{_name()}.o"
+        path = place / f"{_name()}{'-codecs' if codecs else ''}.o"
         if not path.exists():
-            _make(path)
-        return Loops(load(read_file(path, most_nbytes=_MOST_NBYTES, ours=True)))
+            _make(path, codecs)
+        return Loops(load(read_file(path, most_nbytes=_MOST_NBYTES, ours=True), codecs))
     except Exception as error:  # Whatever is wrong with Numba or the folder, NumPy does it, too.
         return Loops(why_not=f"they cannot be loaded: {type(error).__name__}: {error}", failed=True)
 
@@ -74,7 +75,7 @@ def _name() -> str:
     return hashlib.sha256(b"\0".join([*(each.encode() for each in parts), *texts])).hexdigest()[:32]
 
 
-def _make(path: Path) -> None:
+def _make(path: Path, codecs: Sequence[str]) -> None:
     """Have another process compile, unless one does so already: Numba takes memory that ranks need not keep.
 
     Raises:
@@ -87,7 +88,7 @@ def _make(path: Path) -> None:
         if failed.exists() and time.time() - failed.stat().st_mtime < _AGAIN_S:
             raise OSError(failed.read_text(encoding="utf-8"))
         _log.info("compiling loops for this processor, once: %s", path)
-        command = [sys.executable, "-m", "ringreduce.native.object_code", str(path)]
+        command = [sys.executable, "-m", "ringreduce.native.object_code", str(path), *codecs]
         done = subprocess.run(
             command,
             capture_output=True,

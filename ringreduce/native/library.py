@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.native.catalog import FUNCTIONS, KERNELS, PYTHON_SYMBOLS, SYSTEM_SYMBOLS
@@ -59,7 +59,7 @@ def processor() -> tuple[str, str]:
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
-def load(content: bytes) -> Library:
+def load(content: bytes, codecs: Sequence[str] = ()) -> Library:
     """Load an object file that `ringreduce.native.object_code` has made for this processor and this Python.
 
     Raises:
@@ -78,15 +78,15 @@ def load(content: bytes) -> Library:
         builder.import_symbol(name, _address(system, name))
     # Numba counts the references of arrays that own memory. None do here, so this is never called.
     builder.import_symbol("NRT_MemInfo_call_dtor", _address(system, "abort"))
-    for name in (*_CALLED, *CODECS, *FUNCTIONS):
+    for name in (*_CALLED, *codecs, *FUNCTIONS):
         builder.export_symbol(name)
     linked = builder.link(jit, "ringreduce")
     _kept.append((jit, linked))
     addresses = {name: int(linked[name]) for name in FUNCTIONS}
     kernels = {key: (each.itemsize, *(addresses.get(name, 0) for name in each[1:])) for key, each in KERNELS.items()}
-    called = [_function(linked[name], name) for name in CODECS]
-    codecs = {"int8": (called[0], called[1]), "int4": (called[2], called[3])}
-    return Library(kernels, codecs, **{name: _function(linked[name], name) for name in _CALLED})
+    called = {name: _function(linked[name], name) for name in codecs}
+    pairs = {name: (called[f"encode_{name}"], called[f"decode_{name}"]) for name in ("int8", "int4") if called}
+    return Library(kernels, pairs, **{name: _function(linked[name], name) for name in _CALLED})
 
 
 def _address(library: Any, name: str) -> int:

@@ -8,6 +8,8 @@ lock: to give that back takes another 30 ns and, where other threads compute in 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ringreduce.common.files import replace_file
-from ringreduce.native import encoding, loops
+from ringreduce.native import loops
 from ringreduce.native.catalog import FUNCTIONS
 from ringreduce.native.elementwise import emit
 from ringreduce.native.layout import LATE_BARRIER, LATE_ENTRY, NOTHING, RELEASES
-from ringreduce.native.library import CODECS, SIMPLE, processor
+from ringreduce.native.library import SIMPLE, processor
 
 _DECLARATIONS = """
 declare i64 @PyLong_AsLongLong(ptr)
@@ -65,18 +67,6 @@ _TARGET_OF_ARRAY = """
   %array = inttoptr i64 %a2 to ptr
   %field = getelementptr i8, ptr %array, i64 {offset}
   %memory = load i64, ptr %field"""
-_SIMPLE = """
-declare i32 @loop_{name}(ptr, ptr, i64)
-define ptr @{name}(ptr %self, ptr %given, i64 %count) {{
-  %result = alloca i64
-  %error = alloca ptr
-{arguments}
-  call i32 @loop_{name}(ptr %result, ptr %error, i64 %a0)
-  %code = load i64, ptr %result
-  %object = call ptr @PyLong_FromLongLong(i64 %code)
-  ret ptr %object
-}}
-"""
 #: First with the interpreter's lock, and then, if nothing has come, patiently without it.
 _TAKE = """
 declare i32 @loop_take(ptr, ptr, i64, i64)
@@ -100,17 +90,18 @@ end:
   ret ptr %object
 }}
 """
-#: Without the interpreter's lock.
-_CODEC = """
+#: With the interpreter's lock, or without.
+_CALL = """
 declare i32 @loop_{name}(ptr, ptr, {types})
 define ptr @{name}(ptr %self, ptr %given, i64 %count) {{
   %result = alloca i64
   %error = alloca ptr
 {arguments}
-  %thread = call ptr @PyEval_SaveThread()
+  {before}
   call i32 @loop_{name}(ptr %result, ptr %error, {numbers})
-  call void @PyEval_RestoreThread(ptr %thread)
-  %object = call ptr @PyLong_FromLongLong(i64 0)
+  {after}
+  %code = load i64, ptr %result
+  %object = call ptr @PyLong_FromLongLong(i64 %code)
   ret ptr %object
 }}
 """
@@ -126,8 +117,8 @@ def _arguments(count: int) -> str:
     )
 
 
-def _functions() -> str:
-    """Return the LLVM of the functions that Python calls."""
+def _functions(codecs: Sequence[str]) -> str:
+    """Return the LLVM of the functions that Python calls, with these codecs."""
     constants = {"RELEASES": RELEASES, "LATE_ENTRY": LATE_ENTRY, "LATE_BARRIER": LATE_BARRIER}
     of_array = _arguments(4) + _TARGET_OF_ARRAY.format(offset=object.__basicsize__)
     return "".join(
@@ -135,17 +126,23 @@ def _functions() -> str:
             _DECLARATIONS,
             _RUN.format(name="run", arguments=_arguments(4), target="%a2", **constants),
             _RUN.format(name="run_into", arguments=of_array, target="%memory", **constants),
-            *(_SIMPLE.format(name=name, arguments=_arguments(1)) for name in ("is_same", "put")),
+            *(_call(name, 1) for name in ("is_same", "put")),
             _TAKE.format(arguments=_arguments(1), NOTHING=NOTHING),
-            *(_codec(name, 3 if name.startswith("encode") else 4) for name in CODECS),
+            *(_call(name, 3 if name.startswith("encode") else 4, releases=True) for name in codecs),
         )
     )
 
 
-def _codec(name: str, count: int) -> str:
-    types = ", ".join(["i64"] * count)
-    numbers = ", ".join(f"i64 %a{i}" for i in range(count))
-    return _CODEC.format(name=name, arguments=_arguments(count), types=types, numbers=numbers)
+def _call(name: str, count: int, *, releases: bool = False) -> str:
+    """Return the LLVM of a function of so many numbers; ``releases``: the interpreter's lock meanwhile."""
+    return _CALL.format(
+        name=name,
+        arguments=_arguments(count),
+        types=", ".join(["i64"] * count),
+        numbers=", ".join(f"i64 %a{i}" for i in range(count)),
+        before="%thread = call ptr @PyEval_SaveThread()" if releases else "",
+        after="call void @PyEval_RestoreThread(ptr %thread)" if releases else "",
+    )
 
 
 def _module(function: Any, name: str) -> llvm.ModuleRef:
@@ -166,15 +163,16 @@ def _machine() -> llvm.TargetMachine:
     )
 
 
-def compile_all() -> bytes:
-    """Return the object file; takes some seconds."""
+def compile_all(codecs: Sequence[str]) -> bytes:
+    """Return the object file, with these codecs; takes some seconds."""
     target = _machine()
-    whole = llvm.parse_assembly(_functions())
+    whole = llvm.parse_assembly(_functions(codecs))
     whole.triple = target.triple
     whole.link_in(_module(loops.run, "loop"))
     for name in SIMPLE:
         whole.link_in(_module(getattr(loops, name), f"loop_{name}"))
-    for name in CODECS:
+    for name in codecs:
+        encoding = import_module("ringreduce.native.encoding")  # This compiles.
         whole.link_in(_module(getattr(encoding, name), f"loop_{name}"))
     numbers = ir.Module()
     for name in FUNCTIONS:
@@ -189,5 +187,6 @@ def compile_all() -> bytes:
 
 
 if __name__ == "__main__":
-    code = compile_all()
-    replace_file(Path(sys.argv[1]), lambda file: file.write(code))
+    path, *codecs = sys.argv[1:]
+    code = compile_all(codecs)
+    replace_file(Path(path), lambda file: file.write(code))

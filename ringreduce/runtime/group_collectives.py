@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ringreduce.buffers import Operand, like, operand_of, require_host
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.arguments import CheckingArguments
@@ -60,7 +58,7 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str)
             flat = _flat(array, source)
             counts = [target.count] * comm.size
     comm.reduce_scatter(flat, op, None if len(set(counts)) == 1 else counts, out=room)
-    _fetch(out, target, room)
+    _fetch(target, room)
 
 
 def _parts_of(comm: Communicator, out: Any, target: Operand, arrays: Sequence[Any]) -> tuple[Any, list[int]]:
@@ -108,7 +106,7 @@ def allgather(comm: Communicator, out: Any, array: Any) -> None:
         room = _room(out, target)
         flat = _flat(array, source)
     comm.allgather(flat, out=room)  # The allgather finds out whether all have given as much.
-    _fetch(out, target, room)
+    _fetch(target, room)
 
 
 def _allgather_list(comm: Communicator, outs: Sequence[Any], array: Any) -> None:
@@ -172,7 +170,7 @@ def scatter(comm: Communicator, out: Any, arrays: Sequence[Any] | None, root: in
             rows = _joined(out, arrays or (), sources).reshape(comm.size, target.count)
         room = _room(out, target).reshape(1, target.count)
     comm.scatter(rows, root, out=room)
-    _fetch(out, target, room)
+    _fetch(target, room)
 
 
 def alltoall(comm: Communicator, out: Any, array: Any, received: Sequence[int], splits: Sequence[int]) -> None:
@@ -263,12 +261,6 @@ def _require_equal_counts(name: str, many: str, operands: Sequence[Operand], one
             )
 
 
-def _store(target: Any, values: Any) -> None:
-    view = _host(target).view
-    source = values if isinstance(values, np.ndarray) else _host(values).view
-    view[...] = source.reshape(view.shape)
-
-
 def _host(array: Any) -> Operand:
     return require_host(operand_of(array), "a group")
 
@@ -283,9 +275,9 @@ def _room(out: Any, target: Operand) -> Any:
     return _flat(out, target) if target.contiguous else like(out, (target.count,))
 
 
-def _fetch(out: Any, target: Operand, room: Any) -> None:
+def _fetch(target: Operand, room: Any) -> None:
     if not target.contiguous:
-        _store(out, room)
+        target.view[...] = _host(room).view.reshape(target.shape)
 
 
 def _rows(array: Any, operand: Operand) -> Any:

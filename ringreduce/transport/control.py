@@ -107,8 +107,8 @@ class SharedControlChannel:
 
     def poll(self) -> tuple[int, bytes] | None:
         for place, (peer, stream) in enumerate(self._all, 1):
-            waits = stream.put_there[0] != stream.state[TAKEN] and stream.announced_nbytes <= _MOST_ANNOUNCED
-            if waits and not stream.state[TAKING] and (note := stream.take()) is not None:
+            waits = stream.put_there[0] != stream.state[TAKEN] and not stream.state[TAKING]
+            if waits and (note := stream.take()) is not None:
                 self._all = self._all[place:] + self._all[:place]  # Turned, so that no rank is always served first.
                 return peer, note
         return None
@@ -238,7 +238,7 @@ class NoteStream:
         self.state[PUT_END] = buffer.first + len(buffer.memory) - _LINE
 
     def take(self) -> bytes | None:
-        """Return the peer's next note; None: there is none, as a signal handler may have taken it just before.
+        """Return the peer's next note; None: there is none, or too much of what was taken is still to be received.
 
         Raises:
             TransportError: a signal handler does so where it has interrupted this, or the memory cannot be reached.
@@ -250,7 +250,7 @@ class NoteStream:
             if self._fence is not None:
                 self._fence()
             taken = self.state[TAKEN]
-            if self.put_there[0] == taken:
+            if self.put_there[0] == taken or self.announced_nbytes > _MOST_ANNOUNCED:
                 return None
             memory, first = self._theirs
             (nbytes,) = _LENGTH.unpack_from(memory, taken - first)

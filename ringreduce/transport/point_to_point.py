@@ -233,8 +233,6 @@ class PointToPoint:
                 self._repeated.remember(key, out, kind)
             if self._awaited or there[0] == stream.state[TAKEN] or not self._lifetime.open:
                 return None
-            if self._announced.has(peer, tag) or stream.announced_nbytes > 0:
-                return None
             try:
                 note = stream.take()
             except TransportError:
@@ -243,7 +241,7 @@ class PointToPoint:
                 return None
             if note is None:
                 return None
-            if note.startswith(head) and not self._announced.has(peer, tag):  # A signal handler may have taken one.
+            if note.startswith(head) and not self._announced.has(peer, tag):
                 out[...] = np.ndarray(out.shape, out.dtype, note, kind.end)
                 return kind
             (its_tag,) = TAG.unpack_from(note)

@@ -384,7 +384,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
             os.kill(os.getpid(), signal.SIGKILL)
         return code
 
-    node.loops = lambda folder: cache.Loops(library._replace(run=run))
+    node.loops = lambda folder, codecs: cache.Loops(library._replace(run=run))
     compiled._POLLS = compiled._HELD_POLLS = compiled._YIELDS = 0
 import ringreduce as rr
 rr.init()

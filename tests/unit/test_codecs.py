@@ -17,13 +17,14 @@ from ringreduce.buffers.codecs import CODECS, Codec
 from ringreduce.collectives.compressed import best_codec
 from ringreduce.common.config import Config
 from ringreduce.native.cache import loops
+from ringreduce.native.library import CODECS as LOOPS
 
 SCALED = {"fp8": 448, "int8": 127, "int4": 7}
 
 
 def codecs() -> dict[str, Codec]:
     """Return all codecs; where Numba is installed, also those with compiled loops."""
-    library = loops(Config.from_environ().caches).library
+    library = loops(Config.from_environ().caches, LOOPS).library
     best = {f"{name}, compiled": best_codec(name, library) for name in CODECS}
     return {**CODECS, **{name: codec for name, codec in best.items() if codec not in CODECS.values()}}
 

@@ -183,7 +183,7 @@ def test_an_interrupt_takes_back_that_a_rank_is_at_the_barrier(monkeypatch: pyte
             raise KeyboardInterrupt
         return code
 
-    monkeypatch.setattr(node, "loops", lambda folder: Loops(found._replace(run=run)))
+    monkeypatch.setattr(node, "loops", lambda folder, codecs=(): Loops(found._replace(run=run)))
     monkeypatch.setattr(compiled, "_POLLS", 10)
 
     def body(comm: rr.Communicator) -> bool:
@@ -258,7 +258,7 @@ def test_one_rank_without_numba_has_all_use_numpy(
 ) -> None:
     """The ranks of a node agree, and a line of the first says why, if it has it itself."""
     here = threading.local()
-    monkeypatch.setattr(node, "loops", lambda folder: here.loops)
+    monkeypatch.setattr(node, "loops", lambda folder, codecs=(): here.loops)
     found = loops(CACHES)
 
     def install(messages: Messages) -> Messages:
@@ -356,7 +356,7 @@ def test_long_calls_return_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None
         codes.append(found.run(*arguments))
         return codes[-1]
 
-    monkeypatch.setattr(node, "loops", lambda folder: Loops(found._replace(run=run)))
+    monkeypatch.setattr(node, "loops", lambda folder, codecs=(): Loops(found._replace(run=run)))
 
     def body(comm: rr.Communicator) -> None:
         array = comm.empty(3_000_001, "float64")

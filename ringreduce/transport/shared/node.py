@@ -17,6 +17,7 @@ from ringreduce.common.errors import TransportError, name_ranks
 from ringreduce.common.processes import pid_namespace
 from ringreduce.common.topology import Topology
 from ringreduce.native.cache import Loops, loops
+from ringreduce.native.library import CODECS
 from ringreduce.transport.messages import Messages, StepFailedError, exchange_json, together
 from ringreduce.transport.shared.arena import Arena, Block, memory_nbytes
 from ringreduce.transport.shared.board import Board, allocate_part
@@ -108,7 +109,8 @@ def join(
     board = Board(arena, members, places, rank=messages.rank, waiter=waiter)
     compiled = Loops(why_not="this rank is alone")
     if messages.size > 1:  # A rank that is alone on its node encodes what it sends to others.
-        compiled = loops(config.caches) if config.native else Loops(why_not="RINGREDUCE_NATIVE is 0")
+        encoding = CODECS if len(topology.nodes) > 1 else ()
+        compiled = loops(config.caches, encoding) if config.native else Loops(why_not="RINGREDUCE_NATIVE is 0")
     reasons = exchange_json(messages, compiled.why_not, _is_text)  # Besides, nobody may flag before everyone looks.
     lacking = [member for member in members if reasons[member]]
     if lacking and not compiled.why_not:
