@@ -102,6 +102,8 @@ from ringreduce.runtime.blocking import (
     gather,
     irecv,
     isend,
+    maxloc,
+    minloc,
     recv,
     reduce,
     reduce_scatter,
@@ -115,6 +117,7 @@ from ringreduce.runtime.blocking import (
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.calls.averages import weighted_average
 from ringreduce.training.calls.objects import allgather_object, broadcast_object
+from ringreduce.transport.point_to_point import PROC_NULL
 
 __version__ = VERSION
 
@@ -128,6 +131,7 @@ __all__ = [
     "LXOR",
     "MAX",
     "MIN",
+    "PROC_NULL",
     "PRODUCT",
     "SUM",
     "ChangedMessageError",
@@ -192,7 +196,9 @@ __all__ = [
     "isend",
     "local_rank",
     "local_size",
+    "maxloc",
     "metrics",
+    "minloc",
     "rank",
     "record",
     "recoveries",

@@ -26,6 +26,7 @@ from ringreduce.common.instruments import Tally
 from ringreduce.common.lifetime import close_all
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.transport.messages import Messages
+from ringreduce.transport.point_to_point import NoRank
 from ringreduce.transport.shared.board import Signature
 
 #: An array of any library; a number, where these are taken.
@@ -245,13 +246,22 @@ class Communicator:
         mine = out if root == self.rank else None
         return self._runner.make("gather", array, mine, None, algorithm, root)  # type: ignore[no-any-return]
 
-    def scatter(self, array: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None) -> Any:
-        """Cut the root's array into equal parts along the first dimension, and give each rank one, in rank order.
+    def scatter(
+        self,
+        array: Any,
+        root: int = 0,
+        splits: Sequence[int] | None = None,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Cut the root's array into parts along the first dimension, and give each rank one, in rank order.
 
         Args:
             array: at the root, at least one dimension, in host memory, as many rows for each rank. On the other ranks
                 None, or an array of the same shape and dtype, whose content does not matter.
             root: a rank; must agree.
+            splits: rows for rank 0, 1, ...; given on all ranks or none; the root's count. None: equal parts.
             out: where this rank's part goes; at the root, it may be its part of ``array``. None: a new array, of the
                 library of ``array``, or NumPy's where that is None.
             algorithm: as for `allreduce`.
@@ -264,7 +274,13 @@ class Communicator:
             UnsupportedBufferError: the array is in device memory, or has more than 32 dimensions.
             MismatchError: on some rank, ``out`` or ``array`` has not the shape or the dtype that comes from the root.
         """
-        return self._runner.make("scatter", array, out, None, algorithm, root)
+        if splits is None:
+            return self._runner.make("scatter", array, out, None, algorithm, root)
+        self.rendezvous(f"scatter by splits(root {root})")
+        part = self.scatter(None if array is None else array[:0], root)  # No rows, but dtype and shape of the root's.
+        if self.rank == root:
+            return self.alltoall(array, splits, out=out, algorithm=algorithm)[0]
+        return self.alltoall(part, [0] * self.size, out=out, algorithm=algorithm)[0]
 
     def allgather(self, array: A, *, out: Any = None, algorithm: str | None = None) -> A:
         """Concatenate the ranks' arrays along the first dimension, in rank order; every rank gets all of it.
@@ -370,7 +386,7 @@ class Communicator:
 
     # ---- messages from one rank to another ----
 
-    def send(self, array: Any, dest: int, tag: int = 0) -> None:
+    def send(self, array: Any, dest: int | NoRank, tag: int = 0) -> None:
         """Send an array to a rank that receives it; not collective.
 
         More than 4 KiB, 128 KiB to a rank of the node, were sent when this returns, which may take until that rank
@@ -380,7 +396,7 @@ class Communicator:
 
         Args:
             array: in host memory, of any strides.
-            dest: another rank.
+            dest: another rank; `PROC_NULL`: this does nothing.
             tag: at least 0, and less than 2^63 - 1, which `ringreduce.scan` uses. What one rank sends another with one
                 tag is received in that order.
 
@@ -393,16 +409,16 @@ class Communicator:
         """
         self._send_recv.send(array, dest, tag)
 
-    def recv(self, out: Any, source: int | None = None, tag: int = 0) -> int:
+    def recv(self, out: Any, source: int | NoRank | None = None, tag: int = 0) -> int | NoRank:
         """Receive an array that a rank sends; not collective. Any thread may call this.
 
         Args:
             out: where it goes, in host memory, of any strides; of the same shape and dtype.
-            source: who sends it; None: any rank, the first whose array comes.
+            source: who sends it; None: any rank, the first whose array comes; `PROC_NULL`: ``out`` stays as it is.
             tag: the one that it is sent with.
 
         Returns:
-            The rank that has sent it.
+            The rank that has sent it, or `PROC_NULL`.
 
         Raises:
             ConfigError, UnsupportedBufferError, PeerLostError: as for `send`.
@@ -412,7 +428,7 @@ class Communicator:
         """
         return self._send_recv.recv(out, source, tag)
 
-    def isend(self, array: Any, dest: int, tag: int = 0) -> PendingMessage:
+    def isend(self, array: Any, dest: int | NoRank, tag: int = 0) -> PendingMessage:
         """Begin to send an array; not collective. Arguments and errors are those of `send`.
 
         It moves on whenever this rank waits for a message, or tests one. What one rank sends another with one tag is
@@ -423,7 +439,7 @@ class Communicator:
         """
         return self._send_recv.isend(array, dest, tag)
 
-    def irecv(self, out: Any, source: int | None = None, tag: int = 0) -> PendingMessage:
+    def irecv(self, out: Any, source: int | NoRank | None = None, tag: int = 0) -> PendingMessage:
         """Begin to receive an array; not collective. Arguments are those of `recv`, and it moves on as `isend`.
 
         Returns:
@@ -431,7 +447,9 @@ class Communicator:
         """
         return self._send_recv.irecv(out, source, tag)
 
-    def sendrecv(self, array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+    def sendrecv(
+        self, array: Any, dest: int | NoRank, out: Any, source: int | NoRank | None = None, tag: int = 0
+    ) -> Any:
         """Send an array to one rank, and receive another that a rank sends, at the same time; not collective.
 
         Args:

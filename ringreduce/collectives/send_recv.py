@@ -16,7 +16,7 @@ from ringreduce.common.instruments import Tally
 from ringreduce.transport.checked import checked
 from ringreduce.transport.control import SharedControlChannel
 from ringreduce.transport.messages import Messages
-from ringreduce.transport.point_to_point import PeerTransfer, PointToPoint
+from ringreduce.transport.point_to_point import PROC_NULL, NoRank, PeerTransfer, PointToPoint
 from ringreduce.transport.waiting import Waiter
 
 
@@ -37,7 +37,7 @@ class PendingMessage:
     def __repr__(self) -> str:
         return f"<{self._call}: {self._transfer}>"
 
-    def wait(self) -> int:
+    def wait(self) -> int | NoRank:
         """Return the other rank, once the array was sent (more than 128 KiB were received, too) or received.
 
         Raises:
@@ -75,7 +75,7 @@ class SendRecv:
         self.tallies = {name: Tally() for name in ("send", "recv", "sendrecv")}
         self._sent, self._received, self._exchanged = self.tallies.values()
 
-    def send(self, array: Any, dest: int, tag: int) -> None:
+    def send(self, array: Any, dest: int | NoRank, tag: int) -> None:
         """Send an array to a rank that receives it."""
         carrier = self._open_carrier()
         if not self._instruments.observers:
@@ -89,9 +89,9 @@ class SendRecv:
                 return
         source = require_host(operand_of(array), "send")
         with self._timed("send", source.nbytes):
-            carrier.wait(carrier.send(source, whole_number("dest", dest), whole_number("tag", tag)))
+            carrier.wait(carrier.send(source, _peer("dest", dest), whole_number("tag", tag)))
 
-    def recv(self, out: Any, source: int | None, tag: int) -> int:
+    def recv(self, out: Any, source: int | NoRank | None, tag: int) -> int | NoRank:
         """Receive an array that a rank sends; return that rank."""
         carrier = self._open_carrier()
         if source is not None and not self._instruments.observers:
@@ -106,28 +106,28 @@ class SendRecv:
             # This was the polling; the rest of the call is counted below.
             self._received.seconds += perf_counter() - started
         target = require_host(operand_of(out), "recv")
-        sender = None if source is None else whole_number("source", source)
+        sender = None if source is None else _peer("source", source)
         with self._timed("recv", target.nbytes):
             return _receive(carrier, target, sender, whole_number("tag", tag))
 
-    def isend(self, array: Any, dest: int, tag: int) -> PendingMessage:
+    def isend(self, array: Any, dest: int | NoRank, tag: int) -> PendingMessage:
         """Begin to send an array; see `Communicator.isend`."""
         carrier = self._open_carrier()
         source = require_host(operand_of(array), "isend")
-        transfer = carrier.send(source, whole_number("dest", dest), whole_number("tag", tag))
+        transfer = carrier.send(source, _peer("dest", dest), whole_number("tag", tag))
         self._sent.add(source.nbytes, 0.0)
         return PendingMessage(carrier, transfer, "isend")
 
-    def irecv(self, out: Any, source: int | None, tag: int) -> PendingMessage:
+    def irecv(self, out: Any, source: int | NoRank | None, tag: int) -> PendingMessage:
         """Begin to receive an array; see `Communicator.irecv`."""
         carrier = self._open_carrier()
         target = require_host(operand_of(out), "irecv")
-        sender = None if source is None else whole_number("source", source)
+        sender = None if source is None else _peer("source", source)
         transfer = carrier.recv(target, sender, whole_number("tag", tag))
         self._received.add(target.nbytes, 0.0)
         return PendingMessage(carrier, transfer, "irecv")
 
-    def sendrecv(self, array: Any, dest: int, out: Any, *, source: int | None, tag: int) -> Any:
+    def sendrecv(self, array: Any, dest: int | NoRank, out: Any, *, source: int | NoRank | None, tag: int) -> Any:
         """Send an array to one rank, and receive another that a rank sends, at the same time; return ``out``."""
         carrier = self._open_carrier()
         expected = None if self._instruments.observers else carrier.exchanged_kind(array, out, source, tag)
@@ -139,8 +139,8 @@ class SendRecv:
                     _receive(carrier, Operand.of(out), source, tag)
                 self._exchanged.add(kind.nbytes, perf_counter() - started)
                 return out
-        to = whole_number("dest", dest)
-        sender = None if source is None else whole_number("source", source)
+        to = _peer("dest", dest)
+        sender = None if source is None else _peer("source", source)
         tag = whole_number("tag", tag)
         given, taken = (require_host(operand_of(sent_or_received), "sendrecv") for sent_or_received in (array, out))
         with self._timed("sendrecv", given.nbytes):
@@ -200,7 +200,11 @@ def _carrier(context: Context, channel: Messages) -> PointToPoint:
     )
 
 
-def _receive(carrier: PointToPoint, target: Operand, source: int | None, tag: int) -> int:
+def _peer(name: str, value: Any) -> int | NoRank:
+    return PROC_NULL if value is PROC_NULL else whole_number(name, value)
+
+
+def _receive(carrier: PointToPoint, target: Operand, source: int | NoRank | None, tag: int) -> int | NoRank:
     """Receive an array; return the rank that has sent it."""
     transfer = carrier.recv(target, source, tag)
     try:

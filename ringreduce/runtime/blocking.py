@@ -13,12 +13,14 @@ from ringreduce.buffers import Array
 from ringreduce.collectives import Call, Feedback
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.send_recv import PendingMessage
+from ringreduce.collectives.sums.locations import located
 from ringreduce.collectives.sums.prefix import prefix
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import SUM, ReduceOp
+from ringreduce.common.reduce_ops import MAX, MIN, SUM, ReduceOp
 from ringreduce.engine import CollectiveOp, Engine, Operation
 from ringreduce.runtime.process import PROCESS
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
+from ringreduce.transport.point_to_point import NoRank
 
 A = TypeVar("A")  # An array of any library; a number, where these are taken.
 
@@ -157,6 +159,7 @@ def gather(
 def scatter(
     array: Any,
     root: int = 0,
+    splits: Sequence[int] | None = None,
     *,
     out: Any = None,
     algorithm: str | None = None,
@@ -164,7 +167,7 @@ def scatter(
 ) -> Any:
     """Give each rank its part of the root's array; see `Communicator.scatter`."""
     communicator, root = _rooted(process_set, root, "scatter")
-    return communicator.scatter(array, root, out=out, algorithm=algorithm)
+    return communicator.scatter(array, root, splits, out=out, algorithm=algorithm)
 
 
 def broadcast(
@@ -214,27 +217,27 @@ def alltoall(
     return _members(process_set).alltoall(array, splits, out=out, algorithm=algorithm)
 
 
-def send(array: Any, dest: int, tag: int = 0) -> None:
+def send(array: Any, dest: int | NoRank, tag: int = 0) -> None:
     """Send an array to a rank that receives it; see `Communicator.send`."""
     world().send(array, dest, tag)
 
 
-def recv(out: Any, source: int | None = None, tag: int = 0) -> int:
+def recv(out: Any, source: int | NoRank | None = None, tag: int = 0) -> int | NoRank:
     """Receive an array that a rank sends; returns that rank; see `Communicator.recv`."""
     return world().recv(out, source, tag)
 
 
-def isend(array: Any, dest: int, tag: int = 0) -> PendingMessage:
+def isend(array: Any, dest: int | NoRank, tag: int = 0) -> PendingMessage:
     """Begin to send an array; returns what waits for it; see `Communicator.isend`."""
     return world().isend(array, dest, tag)
 
 
-def irecv(out: Any, source: int | None = None, tag: int = 0) -> PendingMessage:
+def irecv(out: Any, source: int | NoRank | None = None, tag: int = 0) -> PendingMessage:
     """Begin to receive an array; returns what waits for it; see `Communicator.irecv`."""
     return world().irecv(out, source, tag)
 
 
-def sendrecv(array: Any, dest: int, out: Any, source: int | None = None, tag: int = 0) -> Any:
+def sendrecv(array: Any, dest: int | NoRank, out: Any, source: int | NoRank | None = None, tag: int = 0) -> Any:
     """Send an array to one rank and receive another from one, at the same time; see `Communicator.sendrecv`."""
     return world().sendrecv(array, dest, out, source=source, tag=tag)
 
@@ -260,6 +263,30 @@ def exscan(array: Any, op: ReduceOp | str = SUM, *, out: Any = None, process_set
     A new array is undefined on rank 0, as in MPI.
     """
     return prefix(_members(process_set), array, op, out, inclusive=False)
+
+
+def maxloc(array: Any, locations: Any = None, *, process_set: ProcessSet | None = None) -> tuple[Any, Any]:
+    """Return the largest of the ranks' elements, and where each is: MAXLOC of MPI (4.1, section 6.9.4). Collective.
+
+    Args:
+        array: numbers in host memory, of any shape and real dtype, which must agree on all ranks.
+        locations: whole numbers of at most 63 bits, of the same shape, or one for all elements; they may differ between
+            ranks. None: the number of the rank.
+        process_set: the ranks that take part; None: all.
+
+    Returns:
+        Two NumPy arrays: the largest elements, and their locations as int64; of equal elements the smallest location.
+        NaN counts as the largest.
+
+    Raises:
+        UnsupportedBufferError: an array cannot be used; MismatchError: shapes or dtypes differ.
+    """
+    return located(_members(process_set), array, locations, MAX, "maxloc")
+
+
+def minloc(array: Any, locations: Any = None, *, process_set: ProcessSet | None = None) -> tuple[Any, Any]:
+    """Return the smallest of the ranks' elements, and where each is; NaN counts as the smallest. See `maxloc`."""
+    return located(_members(process_set), array, locations, MIN, "minloc")
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

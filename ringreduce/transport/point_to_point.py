@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -43,13 +44,27 @@ _UNREAD = 16 << 20  # Unread bytes of notes in shared memory before a send to th
 _POLLS = 300  # Looks for a note, before others may have the lock: about 10 us.
 
 
+class NoRank(Enum):
+    """The type of `PROC_NULL`."""
+
+    PROC_NULL = "no rank"
+
+    def __repr__(self) -> str:
+        return "ringreduce.PROC_NULL"
+
+
+#: The neighbour that a rank at an edge has not: to send to it does nothing, and what would come from it does not change
+#: the array (MPI 4.1, section 3.10).
+PROC_NULL: Final = NoRank.PROC_NULL
+
+
 class PeerTransfer:
     """An array that is sent or received.
 
     Attributes:
         data: its memory, which belongs to the transfer until that is done; contiguous, unless it is small.
         kind: which must agree between sender and receiver.
-        peer: the other rank; None until a receive from any rank knows it.
+        peer: the other rank, or `PROC_NULL`; None until a receive from any rank knows it.
         tag: which must agree, too.
         done: whether it has ended, well or not.
         error: why it has failed.
@@ -58,19 +73,19 @@ class PeerTransfer:
 
     __slots__ = ("data", "done", "error", "is_send", "kind", "peer", "requests", "tag", "then")
 
-    def __init__(self, data: Array, kind: ArrayKind, peer: int | None, tag: int, *, is_send: bool) -> None:
+    def __init__(self, data: Array, kind: ArrayKind, peer: int | NoRank | None, tag: int, *, is_send: bool) -> None:
         self.data = data
         self.kind = kind
         self.peer = peer
         self.tag = tag
         self.is_send = is_send
-        self.done = False
+        self.done = peer is PROC_NULL
         self.error: BaseException | None = None
         self.requests: Sequence[Prequest] = ()
         self.then: Callable[[], object] | None = None
 
     def __str__(self) -> str:
-        whom = "any rank" if self.peer is None else f"rank {self.peer}"
+        whom = "any rank" if self.peer is None else self.peer.value if self.peer is PROC_NULL else f"rank {self.peer}"
         return f"{'send to' if self.is_send else 'receive from'} {whom} ({self.kind.what}, tag {self.tag})"
 
     def end(self, error: BaseException | None = None) -> None:
@@ -136,12 +151,12 @@ class PointToPoint:
         """Whether anything is under way."""
         return bool(self._moving or self._awaited)
 
-    def send(self, source: Operand, peer: int, tag: int) -> PeerTransfer:
+    def send(self, source: Operand, peer: int | NoRank, tag: int) -> PeerTransfer:
         """Begin to send an array; it belongs to the transfer until that is done.
 
         Args:
             source: its memory, of any strides.
-            peer: another rank.
+            peer: another rank, or `PROC_NULL`.
             tag: at least 0, at most 2^63 - 1.
 
         Raises:
@@ -151,6 +166,8 @@ class PointToPoint:
         """
         _require(peer, tag, rank=self._messages.rank, size=self._messages.size)
         kind = kind_of(source.describe(by_count=self._counts_decide), source.nbytes)
+        if peer is PROC_NULL:
+            return PeerTransfer(source.view, kind, peer, tag=tag, is_send=True)
         is_small = kind.nbytes <= (SMALL_NEAR if peer in self._streams else SMALL)
         data = source.view if is_small or source.contiguous else source.flat()
         transfer = PeerTransfer(data, kind, peer, tag=tag, is_send=True)
@@ -255,7 +272,7 @@ class PointToPoint:
             return None
         return kind
 
-    def recv(self, target: Operand, peer: int | None, tag: int) -> PeerTransfer:
+    def recv(self, target: Operand, peer: int | NoRank | None, tag: int) -> PeerTransfer:
         """Begin to receive into an array.
 
         Args, Raises:
@@ -267,6 +284,8 @@ class PointToPoint:
         in_place = target.contiguous or kind.nbytes <= SMALL
         data = target.view if in_place else np.empty(target.shape, target.dtype.storage)
         transfer = PeerTransfer(data, kind, peer, tag=tag, is_send=False)
+        if peer is PROC_NULL:
+            return transfer
         if not in_place:
             transfer.then = partial(np.copyto, target.view, data)
         with self._lock:
@@ -438,8 +457,8 @@ class PointToPoint:
         self._moving.append(transfer)
 
 
-def _require(peer: int | None, tag: int, rank: int, size: int) -> None:
-    if peer is not None and (not 0 <= peer < size or peer == rank):
+def _require(peer: int | NoRank | None, tag: int, rank: int, size: int) -> None:
+    if not (peer is None or peer is PROC_NULL) and (not 0 <= peer < size or peer == rank):
         raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
     if not 0 <= tag <= LAST_TAG:
         raise ConfigError(f"tags are at least 0, got {tag}")

@@ -98,12 +98,12 @@ NAMES = {
     "ringreduce": """
         AVERAGE BAND BOR BXOR ChangedMessageError Choice CollectiveError CollectiveTimeoutError Communicator
         Config ConfigError Conventions Feedback ForeignFileError Instrument LAND LOR LXOR MAX MIN Metrics
-        MismatchError NotFiniteError PRODUCT PeerLostError PendingMessage ProcessSet Recovery ReduceOp
+        MismatchError NotFiniteError PROC_NULL PRODUCT PeerLostError PendingMessage ProcessSet Recovery ReduceOp
         ReproducibleAccumulator RingReduceError SUM ShutdownError Topology TransportError
         UnsupportedBufferError add_process_set allgather allgather_object allreduce alltoall audit audited
         barrier broadcast broadcast_object config count cross_rank cross_size dump empty explain exscan
         fingerprint gather global_process_set go_on hosts_changed init irecv is_homogeneous is_initialized
-        isend local_rank local_size metrics rank record recoveries recv reduce reduce_scatter
+        isend local_rank local_size maxloc metrics minloc rank record recoveries recv reduce reduce_scatter
         remove_process_set reproducible_allreduce scan scatter send sendrecv set_conventions shutdown since
         size start_timeline stop_timeline weighted_average world
     """,

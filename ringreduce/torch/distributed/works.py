@@ -236,7 +236,7 @@ class MessageWork(_Work):
 
     def source_rank(self) -> int:
         """Return the rank of the group that has sent it."""
-        assert self._transfer.peer is not None
+        assert isinstance(self._transfer.peer, int)
         return self._transfer.peer
 
     _source_rank = source_rank
