@@ -20,7 +20,8 @@ require_framework("optax", __name__)
 from ringreduce.jax import elastic
 from ringreduce.jax.functions import broadcast_parameters
 from ringreduce.jax.local import DiLoCo, LocalSGD
-from ringreduce.jax.ops import allgather, allreduce, alltoall, broadcast, reducescatter
+from ringreduce.jax.messages import recv, send, sendrecv
+from ringreduce.jax.ops import allgather, allreduce, alltoall, broadcast, gather, reduce, reducescatter, scan, scatter
 from ringreduce.jax.optimizer import (
     DistributedGradientTransformation,
     DistributedState,
@@ -56,8 +57,10 @@ from ringreduce.training.compression.powersgd import PowerSGD
 from ringreduce.training.compression.topk import TopK
 from ringreduce.training.data.resumable import ResumableLoader
 from ringreduce.training.data.shares import loading, share
+from ringreduce.transport.point_to_point import PROC_NULL
 
 __all__ = [
+    "PROC_NULL",
     "Adasum",
     "Average",
     "DiLoCo",
@@ -88,6 +91,7 @@ __all__ = [
     "cross_size",
     "elastic",
     "error_of",
+    "gather",
     "global_process_set",
     "init",
     "is_homogeneous",
@@ -98,8 +102,14 @@ __all__ = [
     "local_size",
     "metrics",
     "rank",
+    "recv",
+    "reduce",
     "reducescatter",
     "remove_process_set",
+    "scan",
+    "scatter",
+    "send",
+    "sendrecv",
     "share",
     "shutdown",
     "size",

@@ -6,6 +6,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary, ref
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringreduce.collectives.communicator import Communicator
+from ringreduce.collectives.sums.prefix import prefix
 from ringreduce.common.call_sites import place_of, program_stack
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.recent import Recent
@@ -30,6 +32,7 @@ from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.error_text import raise_unseen
 from ringreduce.training.binding.identity import Identity, name_in
 from ringreduce.training.calls.requests import Request, RequestBuilder, in_words
+from ringreduce.transport.point_to_point import PROC_NULL
 
 Host = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -68,6 +71,8 @@ class CompiledCall(NamedTuple):
         postscale: multiplies what comes out.
         wire: the format in which floats travel between nodes.
         root: the rank of the set that sends or receives; -1: there is none.
+        peers: of a message, the ranks of the set that it goes to and comes from; None: no rank.
+        tag: of a message.
         function: the key of a function of `FUNCTIONS` or `LISTS`, which carries out the collective.
         part: of a collective on more arrays, in words.
         step: whose gradients it reduces: the key of `ringreduce.jax.steps.Steps`, and the name of the operation, or of
@@ -90,6 +95,8 @@ class CompiledCall(NamedTuple):
     step: Sequence[str] | None = None
     first: bool = True
     last: bool = True
+    peers: Sequence[int | None] = (None, None)
+    tag: int = 0
     identity: Identity | None = None
 
     @property
@@ -123,8 +130,17 @@ class Listed(Protocol):
 #: By a key that is the same in all processes. Transformations keep them alive.
 LISTS: WeakValueDictionary[str, Listed] = WeakValueDictionary()
 
+#: The kind of calls of the backward pass of a broadcast: a total at the root, zeros on other ranks.
+BROADCAST_GRADIENT = "gradient of a broadcast"
+
 #: Kinds whose results have the shapes of what goes in.
-ALIKE = ("allreduce", "broadcast", "compressed allreduce", "reduce")
+ALIKE = ("allreduce", "broadcast", "compressed allreduce", BROADCAST_GRADIENT, "reduce", "scan")
+
+#: Kinds whose results may have other shapes on the root than on other ranks.
+_ROOTED = ("gather", "scatter")
+
+#: The kind of calls that are messages between two ranks, which have no names.
+MESSAGE = "message"
 
 
 def request_of(call: CompiledCall, sources: Sequence[Host], targets: Sequence[Host] | None = None) -> Request:
@@ -140,7 +156,9 @@ def request_of(call: CompiledCall, sources: Sequence[Host], targets: Sequence[Ho
             return prepare.allreduce(sources, outs, call.op, *scales, wire=call.wire, part=call.part)
         if call.kind == "reducescatter":
             return prepare.reducescatter(sources, ReduceOp(call.op), *scales, partial(_stored, outs))
-        text = call.function or in_words(*(targets or sources), any_rows=call.kind == "allgather" and targets is None)
+        compared = sources if targets is None or call.kind in _ROOTED else targets
+        any_rows = targets is None and call.kind in ("allgather", "gather")
+        text = call.function or in_words(*compared, any_rows=any_rows)
         run = partial(_run, call, sources, outs)
         return prepare.call(f"{call.kind}({call.op}, root {call.root}, {text})", run, sources, targets or ())
 
@@ -160,10 +178,52 @@ def _run(call: CompiledCall, sources: Sequence[Host], outs: Sequence[Any], ranks
     return [run(ranks, call, source, out) for source, out in zip(sources, outs, strict=True)]
 
 
-def _reduce(ranks: Communicator, call: CompiledCall, source: Host, out: Any) -> Host:
+def _total_or_zeros(ranks: Communicator, call: CompiledCall, source: Host, out: Any) -> Host:
     if ranks.reduce(source, call.root, call.op, out=out) is None:
         out.fill(0)
     return out  # type: ignore[no-any-return]
+
+
+def _reduce(ranks: Communicator, call: CompiledCall, source: Host, out: Any) -> Host:
+    return _or_own(ranks.reduce(source, call.root, call.op, out=out), source, out)
+
+
+def _gather(ranks: Communicator, call: CompiledCall, source: Host, out: Any) -> Host:
+    return _or_own(ranks.gather(source, call.root, out=out), source, out)
+
+
+def _or_own(made: Host | None, source: Host, out: Any) -> Host:
+    """Return what a root has got; on other ranks, which got None, their own array."""
+    if made is not None:
+        return made
+    if out is None:
+        return source
+    np.copyto(out, source)
+    return out  # type: ignore[no-any-return]
+
+
+def _messages(call: CompiledCall) -> Communicator:
+    """Return the communicator of the ranks of a call that has messages, unlike that of the engine."""
+    return _sets[call.ranks].communicator
+
+
+def exchange(call: CompiledCall, sent: Sequence[Host], received: Sequence[Host]) -> None:
+    """Send and receive arrays of the host, in pairs as long as there are two.
+
+    They are copied: a transfer that has failed may still use its arrays, which XLA gives to others.
+    """
+    ranks = _messages(call)
+    dest, source = (PROC_NULL if peer is None else peer for peer in call.peers)
+    for given, taken in zip_longest(sent, received):
+        if taken is None:
+            ranks.send(given.copy(), dest, call.tag)
+            continue
+        came = taken.copy()
+        if given is None:
+            ranks.recv(came, source, call.tag)
+        else:
+            ranks.sendrecv(given.copy(), dest, came, source, call.tag)
+        np.copyto(taken, came)
 
 
 #: How collectives that are no reductions to all ranks are made of one array, by kind.
@@ -171,7 +231,11 @@ _BLOCKING: dict[str, Callable[[Communicator, CompiledCall, Host, Any], Host]] = 
     "allgather": lambda ranks, call, source, out: ranks.allgather(source, out=out),
     "alltoall": lambda ranks, call, source, out: ranks.alltoall(source, out=out),
     "broadcast": lambda ranks, call, source, out: ranks.broadcast(source, call.root, out=out),
+    "gather": _gather,
+    BROADCAST_GRADIENT: _total_or_zeros,
     "reduce": _reduce,
+    "scan": lambda ranks, call, source, out: prefix(_messages(call), source, call.op, out, inclusive=True),
+    "scatter": lambda ranks, call, source, out: ranks.scatter(source, call.root, out=out),
 }
 
 
@@ -218,6 +282,8 @@ def run_compiled(
     leaves: Sequence[Any],
     wrap: Callable[[Any], Any] = lambda function: function,
     step: StepReduction | None = None,
+    *,
+    always: bool = False,
 ) -> Sequence[Any]:
     """Return what a call of the compiled program makes of arrays.
 
@@ -228,6 +294,7 @@ def run_compiled(
         leaves: the arrays.
         wrap: changes how the function that calls is transformed.
         step: whose gradients the arrays are; the first of them, if there are others.
+        always: as for `ffi.call`; no allreduce.
     """
     beside: Sequence[Any] = ()
     place = call.name
@@ -237,7 +304,11 @@ def run_compiled(
         call = call._replace(step=(step.owner.key, place))
         beside = step.arrays
         step.owner.note(place, step)
-    run = jax.custom_vjp(wrap(partial(_in_buckets if call.kind == "allreduce" else _at_once, call, shapes, step)))
+    if call.kind == "allreduce":
+        function = partial(_in_buckets, call, shapes, step)
+    else:
+        function = partial(_at_once, call, shapes, step, always)
+    run = jax.custom_vjp(wrap(function))
     dtypes = [leaf.dtype for leaf in leaves]
 
     def backward(_: None, cotangents: Sequence[Any]) -> Sequence[Any]:
@@ -252,13 +323,15 @@ def run_compiled(
     return run(*leaves, *beside)  # type: ignore[no-any-return]
 
 
-def _at_once(call: CompiledCall, shapes: Sequence[Shape], step: StepReduction | None, *arrays: Any) -> Sequence[Any]:
+def _at_once(
+    call: CompiledCall, shapes: Sequence[Shape], step: StepReduction | None, always: bool, *arrays: Any
+) -> Sequence[Any]:
     batched = "broadcast_all" if call.kind in ALIKE else "sequential"
     leaves = arrays[: len(shapes)]
     beside = arrays[len(shapes) :]
     if step is not None:
         step.owner.note_part(str(call.name), call.part, step.names())
-    return ffi.call(json.dumps(call), leaves, shapes, batched=batched, after=beside)
+    return ffi.call(json.dumps(call), leaves, shapes, batched=batched, after=beside, always=always)
 
 
 def _in_buckets(call: CompiledCall, shapes: Sequence[Shape], step: StepReduction | None, *arrays: Any) -> Sequence[Any]:
@@ -322,6 +395,9 @@ def _handle(text: bytes, arguments: ffi.XlaArrays, results: ffi.XlaArrays, other
     call = _read(text)
     if call.step is not None:
         _look(call, arguments, others)
+    if call.kind == MESSAGE:
+        exchange(call, others().views(), results.views())
+        return
     if call.kind == LISTED:
         listed = LISTS.get(str(call.function))
         if listed is None:
@@ -361,11 +437,14 @@ def _numbered(texts: Sequence[str]) -> list[str]:
     How many there are is a part of the names: some ranks may have left out calls, of which others make use.
     """
     calls = [_read(text.encode()) for text in texts]
-    names = Counter((call.name, call.ranks) for call in calls if call.first)
+    names = Counter((call.name, call.ranks) for call in calls if call.first and call.kind != MESSAGE)
     seen: Counter[Any] = Counter()
     which: dict[str | None, str] = {}  # By place, the names of the further parts of a step.
     made = []
-    for call in calls:
+    for call, text in zip(calls, texts, strict=True):
+        if call.kind == MESSAGE:
+            made.append(text)
+            continue
         name = call.name, call.ranks
         place = call.name if call.step is None else call.step[1]
         if call.first:

@@ -199,7 +199,7 @@ def call(
         return list(here(*arguments, *after))
     carry_out = partial(_carry_out, text, [argument.ndim for argument in arguments], shapes, in_place)
     if always:
-        elsewhere = partial(io_callback, carry_out, results)
+        elsewhere = partial(io_callback, carry_out, results, ordered=True)
     else:
         elsewhere = partial(jax.pure_callback, carry_out, results, vmap_method=batched)
     return list(jax.lax.platform_dependent(*arguments, *after, cpu=here, default=elsewhere))

@@ -18,17 +18,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ringreduce.buffers import DType
+from ringreduce.collectives.sums.prefix import require_no_average
 from ringreduce.common.arguments import real_number
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
-from ringreduce.jax.calls import ALIKE, CompiledCall, Shape, is_traced, name_here, ranks_of, request_of, run_compiled
+from ringreduce.jax.calls import (
+    ALIKE,
+    BROADCAST_GRADIENT,
+    CompiledCall,
+    Shape,
+    is_traced,
+    name_here,
+    ranks_of,
+    request_of,
+    run_compiled,
+)
 from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.steps import StepReduction
 from ringreduce.runtime import global_process_set
@@ -68,15 +79,35 @@ class _Collectives(Differentiable):
     def broadcast(self, values: Sequence[Any], root: int) -> Sequence[Any]:
         """Return the arrays of the root, a rank of the world."""
         return self._flow(
-            "broadcast", None, adjoint=lambda back, grads: back.reduce(grads, root), values=values, root=root
+            "broadcast", None, adjoint=lambda back, grads: back.broadcast_back(grads, root), values=values, root=root
         )
 
-    def reduce(self, values: Sequence[Any], root: int) -> Sequence[Any]:
+    def broadcast_back(self, values: Sequence[Any], root: int) -> Sequence[Any]:
         """Return what becomes of the gradients of broadcast arrays: their total on the root, zeros on the others."""
-        op = self._conventions.gradient_op
+        how: dict[str, Any] = {"op": self._conventions.gradient_op, "root": root}
         return self._flow(
-            "reduce", None, adjoint=lambda back, grads: back.broadcast(grads, root), values=values, op=op, root=root
+            BROADCAST_GRADIENT, None, adjoint=lambda back, grads: back.broadcast(grads, root), values=values, **how
         )
+
+    def reduce(self, values: Sequence[Any], op: Op, root: int) -> Sequence[Any]:
+        """Return what the arrays of all ranks come to on the root, a rank of the world; on others their own arrays."""
+        how: dict[str, Any] = {"op": op, "root": root, "always": True}
+        return self._flow("reduce", None, adjoint=_refused("reduce", "allreduce"), values=values, **how)
+
+    def gather(self, values: Sequence[Any], root: int) -> Sequence[Any]:
+        """Concatenate arrays along their first dimension on the root; return on other ranks their own arrays."""
+        how: dict[str, Any] = {"root": root, "always": True}
+        return self._flow("gather", None, adjoint=_refused("gather", "allgather"), values=values, **how)
+
+    def scatter(self, values: Sequence[Any], root: int) -> Sequence[Any]:
+        """Return this rank's parts of the root's arrays."""
+        return self._flow("scatter", None, adjoint=_refused("scatter", "alltoall"), values=values, root=root)
+
+    def scan(self, values: Sequence[Any], op: Op) -> Sequence[Any]:
+        """Reduce arrays over the ranks up to this one."""
+        with RequestBuilder("scan", self._name, self._process_set):
+            require_no_average(ReduceOp.parse(op), "scan")
+        return self._flow("scan", None, adjoint=_refused("scan", "allgather"), values=values, op=op)
 
     def _times(self, value: Any, factor: float) -> Any:
         wide = value.astype(jnp.float32) if DType.of(value.dtype).half else value
@@ -102,16 +133,19 @@ class _Collectives(Differentiable):
         adjoint: Callable[[Any, Sequence[Any]], Sequence[Any]],
         values: Sequence[Any],
         shapes: Sequence[Shape] | None = None,
+        *,
+        always: bool = False,
         **how: Any,
     ) -> Sequence[Any]:
         with RequestBuilder(kind, self._name, self._process_set):
             call = self._call(kind, **how)
             traced = is_traced(values)
             shapes = shapes or [
-                _result_shape(kind, value.shape, process_set=self._process_set, traced=traced) for value in values
+                _result_shape(call, value.shape, process_set=self._process_set, traced=traced) for value in values
             ]
         if traced:
-            return run_compiled(call, shapes, adjoint=partial(adjoint, self._back()), leaves=values, step=self.step)
+            back = partial(adjoint, self._back())
+            return run_compiled(call, shapes, adjoint=back, leaves=values, step=self.step, always=always)
         if self.step is not None:
             self.step.look(values, call.operation)
         return _run_at_once(call, values)
@@ -126,7 +160,7 @@ class _Collectives(Differentiable):
         root: int | None = None,
     ) -> CompiledCall:
         """Return a collective whose arguments are checked."""
-        chosen = ReduceOp.parse(op) if kind == "reducescatter" else chosen_op(op, None)
+        chosen = ReduceOp.parse(op) if kind in ("reduce", "reducescatter", "scan") else chosen_op(op, None)
         word = chosen.value if isinstance(chosen, ReduceOp) else chosen
         scales = real_number("prescale_factor", prescale), real_number("postscale_factor", postscale)
         sender = -1 if root is None else self._process_set.rank_of(root)
@@ -136,12 +170,12 @@ class _Collectives(Differentiable):
 
 def _run_at_once(call: CompiledCall, leaves: Sequence[Any]) -> Sequence[Any]:
     results = request_of(call, [np.asarray(leaf) for leaf in leaves]).carry_out()
-    small = call.kind != "allgather" and sum(result.nbytes for result in results) < _LEAST_PUT_NBYTES
+    small = call.kind not in ("allgather", "gather") and sum(result.nbytes for result in results) < _LEAST_PUT_NBYTES
     placed = _together(results) if small else jax.device_put(results)
     return list(map(_beside, leaves, placed))
 
 
-#: Programs are made for shapes, which may differ from call to call in an allgather.
+#: Programs are made for shapes, which may differ from call to call in an allgather or a gather.
 _together = jax.jit(lambda arrays: arrays)
 
 
@@ -150,23 +184,37 @@ def _beside(like: Any, array: Any) -> Any:
     return array if array.devices() == like.devices() else jax.device_put(array, like.sharding)
 
 
-def _result_shape(kind: str, shape: Shape, process_set: ProcessSet, traced: bool) -> Shape:
+def _result_shape(call: CompiledCall, shape: Shape, process_set: ProcessSet, traced: bool) -> Shape:
     """Return the shape of a result, where ranks have equal shapes."""
+    kind = call.kind
     if kind in ALIKE:
         return shape
     if not shape:
         raise UnsupportedBufferError(f"{kind} needs arrays with at least one dimension, got a scalar")
     rows = shape[0]
     size = process_set.size()
-    if kind == "allgather":
+    if kind == "allgather" or (kind == "gather" and process_set.rank() == call.root):
         rows *= size
+    elif kind == "gather":
+        pass
     elif kind == "reducescatter":
         if traced and 0 < rows < size:  # XLA leaves out what makes nothing, which would be on some ranks alone
             raise ConfigError(f"in jit, reducescatter needs a row for each of the {size} ranks, got {rows}")
         rows = rows // size + (process_set.rank() < rows % size)
     elif rows % size:
-        raise ConfigError(f"alltoall sends equal parts, but {rows} rows go to {size} ranks")
+        raise ConfigError(f"{kind} sends equal parts, but {rows} rows go to {size} ranks")
+    elif kind == "scatter":
+        rows //= size
     return (rows, *shape[1:])
+
+
+def _refused(kind: str, instead: str) -> Callable[[_Collectives, Sequence[Any]], NoReturn]:
+    """Return what takes the place of an adjoint, as the backward pass would be left out where no result is used."""
+
+    def refuse(_: _Collectives, __: Sequence[Any]) -> NoReturn:
+        raise ConfigError(f"no gradient flows through {kind}; use {instead}, or jax.lax.stop_gradient")
+
+    return refuse
 
 
 # ---- what programs call ----
@@ -213,7 +261,7 @@ def is_key(leaf: Any) -> bool:
 
 def _words(kind: str, key: Any) -> Any:
     """Return random keys as the integers that they are made of; those of a key are the last dimension."""
-    if kind not in ("allgather", "alltoall", "broadcast"):
+    if kind not in ("allgather", "alltoall", "broadcast", "gather", "scatter"):
         raise UnsupportedBufferError(
             f"{kind} computes with numbers, and random keys are none; use broadcast or allgather, or pass "
             "jax.random.key_data(key)"
@@ -350,3 +398,75 @@ def broadcast(
         name, process_set: as for `allreduce`.
     """
     return _on_leaves(_Collectives.broadcast, "broadcast", tree, name, process_set, root_rank)
+
+
+def reduce(
+    tree: Any,
+    op: Op = AVERAGE,
+    root_rank: int = 0,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce arrays over all ranks, element by element; the root alone gets the result. Collective.
+
+    The compiled program makes it, whether its result is used or not. No gradient flows through it, and `jax.checkpoint`
+    refuses it.
+
+    Args:
+        tree: arrays, or numbers, as a pytree; its shapes and dtypes must agree on all ranks.
+        op: as for `allreduce`, but not `Adasum` and `ReproducibleSum`.
+        root_rank: the receiver, as a rank of the world; must agree.
+        name, process_set: as for `allreduce`.
+
+    Returns:
+        The results at the root; on other ranks their own arrays.
+    """
+    return _on_leaves(_Collectives.reduce, "reduce", tree, name, process_set, op, root_rank)
+
+
+def gather(
+    tree: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Concatenate the ranks' arrays along the first dimension, in rank order; the root alone gets them. Collective.
+
+    See `reduce` for compiled programs.
+
+    Args:
+        tree: as for `allgather`.
+        root_rank: the receiver, as a rank of the world; must agree.
+        name, process_set: as for `allreduce`.
+
+    Returns:
+        The concatenated arrays at the root; on other ranks their own.
+    """
+    return _on_leaves(_Collectives.gather, "gather", tree, name, process_set, root_rank)
+
+
+def scatter(
+    tree: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Cut the root's arrays into equal parts along the first dimension, and give each rank one. Collective.
+
+    No gradient flows through it.
+
+    Args:
+        tree: arrays, random keys too, as a pytree, whose first dimension is a multiple of the number of ranks; shapes
+            and dtypes must agree on all ranks, values count at the root only.
+        root_rank: the sender, as a rank of the world; must agree.
+        name, process_set: as for `allreduce`.
+    """
+    return _on_leaves(_Collectives.scatter, "scatter", tree, name, process_set, root_rank)
+
+
+def scan(tree: Any, op: Op = SUM, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Reduce arrays over the ranks up to each rank: rank r gets what ranks 0 to r come to. Collective.
+
+    No gradient flows through it.
+
+    Args:
+        tree: as for `allreduce`.
+        op: as for `allreduce`, but not `Average`, `Adasum` and `ReproducibleSum`.
+        name, process_set: as for `allreduce`.
+    """
+    return _on_leaves(_Collectives.scan, "scan", tree, name, process_set, op)

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 import optax
+from jax._src import effects as _effects
+from jax._src import ffi as _ffi
 from jax._src.interpreters import mlir as _mlir
 from jax.extend import core
 
@@ -58,6 +60,10 @@ def foreign_interface() -> int:
     return int(match[1]) if match else -1
 
 
+#: The effect of foreign calls, and what functions with a gradient of their own may have.
+_FFI_EFFECT = getattr(_ffi, "FfiEffect", None)
+_allowed: Any = getattr(_effects, "custom_derivatives_allowed_effects", None)
+
 #: What changes programs before they are compiled; see `before_compiling`.
 _changes: list[Callable[[Any], None]] = []
 
@@ -86,6 +92,16 @@ def _intercept() -> None:
         return lowered
 
     _mlir.lower_jaxpr_to_module = lower_and_change
+
+
+def let_messages_into_gradients() -> None:
+    """Let functions with a gradient of their own (`jax.custom_vjp`) make foreign calls that must not be left out.
+
+    JAX allows such calls in loops and conditions, and refuses them in these functions; what it allows is in no public
+    place. Without it, no gradient flows through `sendrecv`.
+    """
+    if _FFI_EFFECT is not None and _allowed is not None:
+        _allowed.add_type(_FFI_EFFECT)
 
 
 def _codes_of(code: CodeType) -> Iterator[CodeType]:
@@ -137,6 +153,11 @@ PARTS = (
         "before_compiling",
         lambda: hasattr(_mlir, "lower_jaxpr_to_module"),
         "ranks whose programs compute different things may mix the collectives of a function that is traced once",
+    ),
+    Part(
+        "let_messages_into_gradients",
+        lambda: None not in (_FFI_EFFECT, _allowed),
+        "reduce, gather and messages cannot be compiled with gradients",
     ),
     Part(
         "around_that_skips", _knows_what_skips, "apply_if_finite or MultiSteps around a transformation is not refused"

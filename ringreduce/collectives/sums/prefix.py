@@ -24,8 +24,7 @@ def prefix(communicator: Communicator, array: Any, op: ReduceOp | str, out: Any,
     name = "scan" if inclusive else "exscan"
     with CheckingArguments(communicator, name):
         op = ReduceOp.parse(op)
-        if op is AVERAGE:
-            raise ConfigError(f"{name} takes no average; divide a sum by the number of ranks")
+        require_no_average(op, name)
         source = require_host(operand_of(array), name)
         require_op(op, source.dtype)
         result = like(array) if out is None else out
@@ -54,6 +53,12 @@ def prefix(communicator: Communicator, array: Any, op: ReduceOp | str, out: Any,
     if inclusive or has_any:
         np.copyto(target.view, (total if inclusive else before).reshape(source.shape))
     return as_given(array, result) if out is None else out
+
+
+def require_no_average(op: ReduceOp, name: str) -> None:
+    """Raise `ConfigError` for an average."""
+    if op is AVERAGE:
+        raise ConfigError(f"{name} takes no average; divide a sum by the number of ranks")
 
 
 def _shift(communicator: Communicator, sent: Any, received: Any, distance: int) -> None:

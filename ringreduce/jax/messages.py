@@ -1,0 +1,138 @@
+"""Messages from one rank to another on pytrees of JAX arrays, inside and outside of `jax.jit`; they are not collective.
+
+A compiled program makes its messages and collectives in the order in which they were traced, and leaves none out. It
+names the other rank and the tag as numbers of Python: they are a part of the program. The arrays of a tree are sent one
+after the other, in the order of `jax.tree.leaves`. `rr.send`, `rr.recv` and `rr.sendrecv` on another rank match.
+
+`jax.checkpoint` refuses messages, which it would make twice. All functions raise, besides what they list: `ConfigError`
+for arguments, and the errors of `Communicator.send` and `Communicator.recv`; see `ringreduce.jax.ops` for those of
+compiled programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringreduce.common.arguments import whole_number
+from ringreduce.common.errors import ConfigError
+from ringreduce.jax import ffi
+from ringreduce.jax.calls import MESSAGE, CompiledCall, exchange, is_traced, is_tracing, ranks_of
+from ringreduce.jax.leaves import usable, usable_leaves
+from ringreduce.jax.private import let_messages_into_gradients
+from ringreduce.runtime import global_process_set
+from ringreduce.runtime.process_sets import ProcessSet, require_process_set
+from ringreduce.training.binding.error_text import raise_unseen
+from ringreduce.transport.point_to_point import PROC_NULL, NoRank
+
+Peer = int | NoRank
+
+let_messages_into_gradients()
+
+
+def send(tree: Any, dest: Peer, *, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
+    """Send arrays to a rank that receives them. No gradient flows through it: see `sendrecv`.
+
+    Args:
+        tree: arrays, or numbers, as a pytree.
+        dest: another rank of the set, as a rank of the world; `PROC_NULL`: this does nothing.
+        tag: as for `ringreduce.send`.
+        process_set: whose messages these are.
+    """
+    _exchange(tree, (), dest, PROC_NULL, tag, process_set, one_way="send")
+
+
+def recv(like: Any, source: Peer, *, tag: int = 0, process_set: ProcessSet = global_process_set) -> Any:
+    """Return arrays that a rank sends. No gradient flows through it: see `sendrecv`.
+
+    Args:
+        like: arrays or `jax.ShapeDtypeStruct`, as a pytree, of the shapes and dtypes that are sent.
+        source: another rank of the set, as a rank of the world; `PROC_NULL`: ``like`` is the result.
+        tag, process_set: as for `send`.
+    """
+    return _exchange((), like, PROC_NULL, source, tag, process_set, one_way="recv")
+
+
+def sendrecv(
+    tree: Any, dest: Peer, like: Any, source: Peer, *, tag: int = 0, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Send arrays to one rank, and return those that a rank sends, at the same time.
+
+    The gradients of what was received go back to their sender, in a message of the same tag: a rank whose gradient
+    depends on its result makes its backward pass together with the sender.
+
+    Args:
+        tree, dest: as for `send`; this rank, too, if it is also ``source``.
+        like, source: as for `recv`.
+        tag, process_set: as for `send`.
+    """
+    return _exchange(tree, like, dest, source, tag, process_set)
+
+
+def _exchange(
+    tree: Any, like: Any, dest: Peer, source: Peer, tag: int, process_set: ProcessSet, one_way: str | None = None
+) -> Any:
+    raise_unseen()
+    require_process_set(process_set)
+    sent = usable_leaves(tree, jax.tree.leaves(tree), usable)
+    likes, structure = jax.tree.flatten(like)
+    rooms = usable_leaves(like, likes, _room)
+    peers = [None if peer is PROC_NULL else process_set.rank_of(peer) for peer in (dest, source)]
+    if peers == [None, None]:
+        return like
+    if (peers[0] == process_set.rank()) != (peers[1] == process_set.rank()):
+        raise ConfigError("messages go to other ranks; sendrecv takes this rank as dest and source")
+    call = CompiledCall(MESSAGE, None, ranks_of(process_set), peers=peers, tag=whole_number("tag", tag, 0))
+    if is_traced(sent) or is_traced(rooms) or is_tracing():
+        received = _compiled(call, sent, rooms, one_way)
+    else:
+        arrays = [np.array(room) for room in rooms]
+        exchange(call, list(map(np.asarray, sent)), arrays)
+        received = list(map(jnp.array, arrays))
+    return jax.tree.unflatten(structure, received)
+
+
+def _room(like: Any) -> Any:
+    return jnp.zeros(like.shape, like.dtype) if isinstance(like, jax.ShapeDtypeStruct) else usable(like)
+
+
+def _compiled(call: CompiledCall, sent: Sequence[Any], rooms: Sequence[Any], one_way: str | None) -> Sequence[Any]:
+    run = jax.custom_vjp(_call(call, [room.shape for room in rooms]))
+    sent_like = [(each.shape, each.dtype) for each in sent]
+    room_like = [(room.shape, room.dtype) for room in rooms]
+
+    def forward(*arrays: Any) -> Any:
+        if one_way is not None:
+            raise ConfigError(f"no gradient flows through {one_way}; use sendrecv, or jax.lax.stop_gradient")
+        return run(*arrays), None
+
+    def backward(_: None, cotangents: Sequence[Any]) -> Sequence[Any]:
+        dest, source = call.peers
+        given = [_number(each, like) for each, like in zip(cotangents, room_like, strict=True)]
+        back = call._replace(peers=(source, dest))
+        returned = _compiled(back, given, [jnp.zeros(*like) for like in sent_like], None)
+        return *returned, *(given if source is None else map(jnp.zeros_like, given))
+
+    run.defvjp(forward, backward)
+    return run(*sent, *rooms)  # type: ignore[no-any-return]
+
+
+def _call(call: CompiledCall, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[Any]]:
+    """Return a function of arrays to send, and of those whose memory is for what comes."""
+
+    def run(*arrays: Any) -> list[Any]:
+        count = len(arrays) - len(shapes)
+        how: dict[str, Any] = {"batched": "broadcast_all", "in_place": True, "always": True}
+        return ffi.call(json.dumps(call), arrays[count:], shapes, after=arrays[:count], **how)
+
+    return run
+
+
+def _number(cotangent: Any, like: tuple[tuple[int, ...], Any]) -> Any:
+    """Return a gradient; zeros for one of integers, which has none (float0)."""
+    return jnp.zeros(*like) if cotangent.dtype == jax.dtypes.float0 else cotangent
