@@ -397,8 +397,8 @@ class Communicator:
         Args:
             array: in host memory, of any strides.
             dest: another rank; `PROC_NULL`: this does nothing.
-            tag: at least 0, and less than 2^63 - 1, which `ringreduce.scan` uses. What one rank sends another with one
-                tag is received in that order.
+            tag: at least 0, and less than 2^62, from where on ringreduce uses them itself. What one rank sends another
+                with one tag is received in that order.
 
         Raises:
             ConfigError: there is no such rank or tag, or it is this rank.

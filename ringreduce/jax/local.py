@@ -80,6 +80,11 @@ class DiLoCo:
         self._leaves = []
         self.process_set = self._replicas.process_set
 
+    @property
+    def outer_steps(self) -> int:
+        """How many outer steps the weights have that this replica goes on from. Local."""
+        return self._replicas.outer_steps
+
     def step(self, params: Any) -> Any:
         """Begin and end the exchanges that are due; to be called after each step. Collective then, and in the first.
 

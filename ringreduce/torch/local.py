@@ -27,6 +27,7 @@ from ringreduce.torch.tensors.arrays import TENSORS
 from ringreduce.training.binding.framework import Named
 from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.optimizers.local import Average, LocalTraining
+from ringreduce.training.optimizers.quorum import local_training
 from ringreduce.training.optimizers.refusals import refusal
 from ringreduce.training.options.features import LOCAL, SCALER
 from ringreduce.training.options.local_options import LOCAL_OPTIONS, LocalArguments, LocalOptions, averaging
@@ -210,7 +211,7 @@ class DiLoCo(wrapper.Wrapper):
         self._stepping = Stepping(optimizer, self._named, shard)
         over = f"{len(named)} parameters, {named[0][0]} to {named[-1][0]}" if named else "no parameters"
         self._described = f"DiLoCo over {over}"
-        self._local = LocalTraining(
+        self._local = local_training(
             self._described,
             self._options,
             parameters=[TensorLeaves(partial(list, parameters[place])) for place in places],
@@ -289,6 +290,11 @@ class DiLoCo(wrapper.Wrapper):
         if self._stepping.distributed is not None:
             return self._stepping.distributed.clip_grad_norm_(max_norm, norm_type, **options)
         return torch.nn.utils.clip_grad_norm_(wrapping.parameters_of(self._optimizer), max_norm, norm_type, **options)
+
+    @property
+    def outer_steps(self) -> int:
+        """How many outer steps the weights have that this replica goes on from. Local."""
+        return self._local.outer_steps
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only add up gradients; see `DistributedOptimizer.no_sync`."""

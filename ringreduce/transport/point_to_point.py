@@ -151,6 +151,11 @@ class PointToPoint:
         """Whether anything is under way."""
         return bool(self._moving or self._awaited)
 
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may be in here at once."""
+        return self._messages.concurrent
+
     def send(self, source: Operand, peer: int | NoRank, tag: int) -> PeerTransfer:
         """Begin to send an array; it belongs to the transfer until that is done.
 

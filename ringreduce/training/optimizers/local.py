@@ -72,7 +72,7 @@ class Average:
         what: what errors call them; equal on all ranks, and different for each average of an optimizer.
 
     Attributes:
-        leaves: the argument.
+        leaves, what: the arguments.
         kept: the names of its attributes that are saved, as long as all values; the first only while it is there.
         operation: an exchange that was submitted and has not ended; None: there is none.
         then: this rank's values in the exchange that is under way, if the rank goes on meanwhile; else None.
@@ -80,7 +80,7 @@ class Average:
 
     def __init__(self, leaves: Leaves, what: str) -> None:
         self.leaves = leaves
-        self._what = what
+        self.what = what
         self.kept: tuple[str, ...] = ("then",)
         self.then: Flat | None = None
         self._compares = True  # whether the next exchange compares what the ranks go on from
@@ -96,7 +96,7 @@ class Average:
         """
         self.drop()
         self._engine = engine
-        self._name = f"{owner}, {self._what}"
+        self._name = f"{owner}, {self.what}"
         self._flat = None
         self._compares = True
 
@@ -278,19 +278,21 @@ class Fragment(Average):
 
     def _concluded(self, flat: Flat) -> Flat:
         """Make the outer step; uses up the average of the differences."""
-        agreed = self.agreed
-        delta = flat
-        momentum = self.momentum
-        assert agreed is not None
-        if momentum is not None:
-            momentum *= self._mu
-            momentum += delta
-        delta *= self._lr
+        assert self.agreed is not None
+        outer_step(self.agreed, self.momentum, flat, lr=self._lr, mu=self._mu)
+        return self.agreed
+
+
+def outer_step(agreed: Flat, momentum: Flat | None, delta: Flat, *, lr: float, mu: float) -> None:
+    """Change weights and momentum by the average of the differences, which this uses up; see the head of the module."""
+    if momentum is not None:
+        momentum *= mu
+        momentum += delta
+    delta *= lr
+    agreed -= delta
+    if momentum is not None:
+        np.multiply(momentum, lr * mu, out=delta)
         agreed -= delta
-        if momentum is not None:
-            np.multiply(momentum, self._lr * self._mu, out=delta)
-            agreed -= delta
-        return agreed
 
 
 class LocalTraining:
@@ -333,6 +335,12 @@ class LocalTraining:
     def warming(self) -> bool:
         """Whether the next step is one of the first, which are synchronous."""
         return bool(self.steps < self._options.warmup_steps)
+
+    @property
+    def outer_steps(self) -> int:
+        """How many outer steps the weights have that this rank goes on from."""
+        since = self.steps - self._options.warmup_steps - self._options.delay
+        return max(0, int(since // self._options.period))
 
     def start(self) -> None:
         """Let training begin with the weights at this call, not with those before the first local step. Local."""
@@ -411,7 +419,7 @@ class LocalTraining:
         for each in self._averages if self.steps else ():
             each.average()
             if isinstance(each, Fragment) and each.momentum is not None:
-                self._run("momentum", "momentum", partial(_broadcast, each.momentum, root))
+                self._run("momentum", "momentum", partial(broadcast, each.momentum, root))
         return True
 
     def _connect(self) -> None:
@@ -463,5 +471,6 @@ class LocalTraining:
             each.load_state_dict(state["averages"][number], own)
 
 
-def _broadcast(array: Flat, root: int, ranks: Communicator) -> None:
+def broadcast(array: Flat, root: int, ranks: Communicator) -> None:
+    """Overwrite an array by the root's. Collective."""
     ranks.broadcast(array, root, out=array)

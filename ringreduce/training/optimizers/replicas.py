@@ -24,6 +24,7 @@ from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.compression import is_wire_format
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.optimizers.local import Average, LocalTraining
+from ringreduce.training.optimizers.quorum import local_training
 from ringreduce.training.options.local_options import LocalOptions
 
 _Array = npt.NDArray[Any]
@@ -151,13 +152,18 @@ class Replicas:
         others = [Average(leaves(slice(len(parameters), len(named))), "buffers")] if buffers else []
         over = f"{len(parameters)} arrays, {parameters[0][0]} to {parameters[-1][0]}" if parameters else "no arrays"
         fragments = list(map(leaves, places))
-        self._bound = LocalTraining(f"DiLoCo over {over}", self._options, parameters=fragments, others=others)
+        self._bound = local_training(f"DiLoCo over {over}", self._options, parameters=fragments, others=others)
 
     @property
     def _local(self) -> LocalTraining:
         if self._bound is None:
             raise ConfigError("DiLoCo does not know its weights yet: call this once training has begun")
         return self._bound
+
+    @property
+    def outer_steps(self) -> int:
+        """How many outer steps the weights have that this replica goes on from."""
+        return self._local.outer_steps
 
     def start(self) -> None:
         """See `LocalTraining.start`."""

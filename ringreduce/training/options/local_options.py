@@ -32,6 +32,7 @@ class LocalArguments(TypedDict, total=False):
         delay: steps that a replica makes while an exchange is under way; less than the period. What it learns in these
             steps is kept.
         replica: ``"node"``, ``"rank"`` or process sets that together have each rank of the world once.
+        quorum: how many replicas make an outer step; see `ringreduce.training.optimizers.quorum`. None: all.
     """
 
     period: int
@@ -40,6 +41,7 @@ class LocalArguments(TypedDict, total=False):
     fragments: int
     delay: int
     replica: Literal["node", "rank"] | Sequence[ProcessSet]
+    quorum: int | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class LocalOptions:
     """How replicas train, as a user says it; checked when it is made. All must agree on all ranks.
 
     Attributes:
-        period, outer_lr, outer_momentum, fragments, delay, replica: as for `LocalArguments`.
+        period, outer_lr, outer_momentum, fragments, delay, replica, quorum: as for `LocalArguments`.
         warmup_steps: how many first steps reduce the gradients over all ranks.
         compression: a `WireFormat` for the differences; None: they travel as they are.
         average: what is averaged: ``"parameters"``, and ``"buffers"`` and ``"state"`` if they are there.
@@ -66,6 +68,7 @@ class LocalOptions:
     delay: Any = 0
     compression: Any = None
     replica: Any = "node"
+    quorum: Any = None
     average: Any = ("parameters",)
     shard: Any = None
     ranks: InitVar[int]
@@ -96,7 +99,22 @@ class LocalOptions:
                 f"replica={shown(self.replica)}, warmup_steps={shown(self.warmup_steps)}, average={shown(self.average)}"
             )
             raise ConfigError(f'shard needs replica="node", no warmup_steps and no "state" in average; got {given}')
+        self._require_quorum()
         self.replicas([[rank] for rank in range(ranks)])
+
+    def _require_quorum(self) -> None:
+        if self.quorum is None:
+            return
+        self.quorum = whole_number("quorum", self.quorum, 1)
+        others = {
+            "fragments": self.fragments,
+            "delay": self.delay,
+            "compression": self.compression,
+            "shard": self.shard,
+        }
+        given = [name for name, value in others.items() if value != LocalOptions.__dataclass_fields__[name].default]
+        given += ['"state" in average'] if "state" in self.average else []
+        _require(not given, "quorum goes without fragments, delay, compression, shard and averaged state", given)
 
     def replicas(self, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the ranks of each replica, given those of each node.
@@ -120,7 +138,8 @@ class LocalOptions:
     @property
     def averages_weights(self) -> bool:
         """Whether the outer step is an average of weights, for which nothing has to be kept."""
-        return bool(self.outer_lr == 1.0 and self.outer_momentum == 0.0 and self.compression is None)
+        plain = self.outer_lr == 1.0 and self.outer_momentum == 0.0
+        return bool(plain and self.compression is None and self.quorum is None)
 
     def in_words(self) -> dict[str, object]:
         """Return the options by the names that users know; ranks compare them as text."""
