@@ -41,6 +41,8 @@ def main() -> int:
     given = options.parse_args()
     rj.init()
     rank, size = rj.rank(), rj.size()
+    if given.rows < size:
+        options.error(f"--rows must be at least the number of ranks, {size}")
     south = rank - 1 if rank > 0 else rj.PROC_NULL
     north = rank + 1 if rank + 1 < size else rj.PROC_NULL
 

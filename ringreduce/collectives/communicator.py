@@ -16,10 +16,10 @@ from ringreduce.collectives.choice.tuning import Table
 from ringreduce.collectives.comm_state import CommState
 from ringreduce.collectives.compressed import Feedback
 from ringreduce.collectives.context import Context
-from ringreduce.collectives.operands import Devices, Operands, ordinal
+from ringreduce.collectives.operands import Devices, Operands, ordinal, with_rows
 from ringreduce.collectives.running import Runner
 from ringreduce.collectives.send_recv import PendingMessage, SendRecv
-from ringreduce.common.arguments import array_shape
+from ringreduce.common.arguments import CheckingArguments, array_shape
 from ringreduce.common.call_sites import AbortReason
 from ringreduce.common.errors import TransportError
 from ringreduce.common.instruments import Tally
@@ -258,26 +258,31 @@ class Communicator:
         """Cut the root's array into parts along the first dimension, and give each rank one, in rank order.
 
         Args:
-            array: at the root, at least one dimension, in host memory, as many rows for each rank. On the other ranks
-                None, or an array of the same shape and dtype, whose content does not matter.
+            array: at the root, at least one dimension, in host memory; without ``splits``, as many rows for each rank.
+                On the other ranks None, or an array of the same shape and dtype, whose content does not matter.
             root: a rank; must agree.
-            splits: rows for rank 0, 1, ...; given on all ranks or none; the root's count. None: equal parts.
+            splits: rows for rank 0, 1, ..., of which the root's are used; the others pass any list, an empty one, too.
+                None on all ranks: equal parts.
             out: where this rank's part goes; at the root, it may be its part of ``array``. None: a new array, of the
                 library of ``array``, or NumPy's where that is None.
-            algorithm: as for `allreduce`.
+            algorithm: as for `allreduce`; with ``splits``, one of `alltoall`.
 
         Returns:
             ``out``, or the new array.
 
         Raises:
-            ConfigError: there is no such rank or algorithm, the root has no array, or its rows do not divide equally.
+            ConfigError: there is no such rank or algorithm, the root has no array, or its rows do not divide equally,
+                or as ``splits`` says.
             UnsupportedBufferError: the array is in device memory, or has more than 32 dimensions.
             MismatchError: on some rank, ``out`` or ``array`` has not the shape or the dtype that comes from the root.
         """
         if splits is None:
             return self._runner.make("scatter", array, out, None, algorithm, root)
-        self.rendezvous(f"scatter by splits(root {root})")
-        part = self.scatter(None if array is None else array[:0], root)  # No rows, but dtype and shape of the root's.
+        with CheckingArguments(self, "scatter", f"scatter by splits(root {root})"):
+            if array is not None:
+                with_rows(array, "scatter")
+            no_rows = None if array is None else array[:0]
+        part = self.scatter(no_rows, root)  # Has dtype and shape of the root's.
         if self.rank == root:
             return self.alltoall(array, splits, out=out, algorithm=algorithm)[0]
         return self.alltoall(part, [0] * self.size, out=out, algorithm=algorithm)[0]

@@ -18,13 +18,13 @@ import numpy.typing as npt
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.collectives.sums.prefix import prefix
 from ringreduce.common.call_sites import place_of, program_stack
-from ringreduce.common.errors import ConfigError
+from ringreduce.common.errors import ConfigError, MismatchError
 from ringreduce.common.recent import Recent
 from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.engine.coordinator import fuse
 from ringreduce.jax import ffi
 from ringreduce.jax.ordering import put_in_order
-from ringreduce.jax.private import before_compiling, trace_state
+from ringreduce.jax.private import before_compiling, keep_in_loops, trace_state
 from ringreduce.jax.steps import StepReduction, steps_of
 from ringreduce.runtime import count as tell
 from ringreduce.runtime import global_process_set
@@ -212,18 +212,30 @@ def exchange(call: CompiledCall, sent: Sequence[Host], received: Sequence[Host])
 
     They are copied: a transfer that has failed may still use its arrays, which XLA gives to others.
     """
+    failed = None
+    for pair in zip_longest(sent, received):
+        try:
+            _exchange_pair(call, *pair)
+        except MismatchError as error:  # The others go on: their arrays would be taken for those of later calls.
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def _exchange_pair(call: CompiledCall, given: Host | None, taken: Host | None) -> None:
     ranks = _messages(call)
     dest, source = (PROC_NULL if peer is None else peer for peer in call.peers)
-    for given, taken in zip_longest(sent, received):
-        if taken is None:
-            ranks.send(given.copy(), dest, call.tag)
-            continue
-        came = taken.copy()
-        if given is None:
-            ranks.recv(came, source, call.tag)
-        else:
-            ranks.sendrecv(given.copy(), dest, came, source, call.tag)
-        np.copyto(taken, came)
+    came = None if taken is None else taken.copy()
+    if came is None:
+        assert given is not None
+        ranks.send(given.copy(), dest, call.tag)
+        return
+    if given is None:
+        ranks.recv(came, source, call.tag)
+    else:
+        ranks.sendrecv(given.copy(), dest, came, source, call.tag)
+    assert taken is not None
+    np.copyto(taken, came)
 
 
 #: How collectives that are no reductions to all ranks are made of one array, by kind.
@@ -464,6 +476,7 @@ def _read(text: bytes) -> CompiledCall:
 
 
 ffi.register(_handle)
+keep_in_loops(ffi.TARGET)
 before_compiling(lambda module: put_in_order(module, ffi.TARGET, ordered=ffi.ORDERED, numbered=_numbered))
 # Else a compiled program returns before it has run, and JAX raises its failure only where a result is read. JAX looks
 # at this when it makes its first array; if there is one already, the next collective raises it (`raise_unseen`).

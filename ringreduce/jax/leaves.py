@@ -59,6 +59,8 @@ def usable(leaf: Any) -> Any:
             f"a leaf of the tree is of type {type(leaf).__name__}, which is no array; use broadcast_object or "
             "allgather_object for other things"
         ) from error
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise UnsupportedBufferError("random keys are no numbers; pass jax.random.key_data(key)")
     DType.of(array.dtype)  # Raises for dtypes that collectives do not take.
     return array
 

@@ -2,7 +2,8 @@
 
 A compiled program makes its messages and collectives in the order in which they were traced, and leaves none out. It
 names the other rank and the tag as numbers of Python: they are a part of the program. The arrays of a tree are sent one
-after the other, in the order of `jax.tree.leaves`. `rr.send`, `rr.recv` and `rr.sendrecv` on another rank match.
+after the other, in the order of `jax.tree.leaves`; both ranks name trees of as many. Messages of `ringreduce.send` and
+others, which are the world's, match these.
 
 `jax.checkpoint` refuses messages, which it would make twice. All functions raise, besides what they list: `ConfigError`
 for arguments, and the errors of `Communicator.send` and `Communicator.recv`; see `ringreduce.jax.ops` for those of
@@ -23,7 +24,7 @@ from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.jax import ffi
 from ringreduce.jax.calls import MESSAGE, CompiledCall, exchange, is_traced, is_tracing, ranks_of
-from ringreduce.jax.leaves import usable, usable_leaves
+from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.private import let_messages_into_gradients
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
@@ -31,6 +32,8 @@ from ringreduce.training.binding.error_text import raise_unseen
 from ringreduce.transport.point_to_point import PROC_NULL, NoRank
 
 Peer = int | NoRank
+
+_OWN_TAGS = 1 << 62  # Tags from here on are no program's.
 
 let_messages_into_gradients()
 
@@ -63,8 +66,8 @@ def sendrecv(
 ) -> Any:
     """Send arrays to one rank, and return those that a rank sends, at the same time.
 
-    The gradients of what was received go back to their sender, in a message of the same tag: a rank whose gradient
-    depends on its result makes its backward pass together with the sender.
+    The gradients of what was received go back to their sender, in a message of the same tag. So the sender has to
+    differentiate its own result, too; otherwise the receiver waits until the time limit.
 
     Args:
         tree, dest: as for `send`; this rank, too, if it is also ``source``.
@@ -79,18 +82,24 @@ def _exchange(
 ) -> Any:
     raise_unseen()
     require_process_set(process_set)
-    sent = usable_leaves(tree, jax.tree.leaves(tree), usable)
-    likes, structure = jax.tree.flatten(like)
+    sent = usable_leaves(tree, jax.tree.leaves(tree, is_sparse), usable)
+    likes, structure = jax.tree.flatten(like, is_sparse)
     rooms = usable_leaves(like, likes, _room)
-    peers = [None if peer is PROC_NULL else process_set.rank_of(peer) for peer in (dest, source)]
-    if peers == [None, None]:
-        return like
-    if (peers[0] == process_set.rank()) != (peers[1] == process_set.rank()):
+    mine = process_set.rank()  # Raises where this rank is no member.
+    named = (("dest", dest), ("source", source))
+    peers = [None if peer is PROC_NULL else process_set.rank_of(whole_number(name, peer)) for name, peer in named]
+    if (peers[0] == mine) != (peers[1] == mine):
         raise ConfigError("messages go to other ranks; sendrecv takes this rank as dest and source")
-    call = CompiledCall(MESSAGE, None, ranks_of(process_set), peers=peers, tag=whole_number("tag", tag, 0))
+    tag = whole_number("tag", tag, 0)
+    if tag >= _OWN_TAGS:
+        raise ConfigError(f"a tag is less than 2^62, got {tag}")
+    if peers == [None, None]:
+        return jax.tree.unflatten(structure, rooms)
+    call = CompiledCall(MESSAGE, None, ranks_of(process_set), peers=peers, tag=tag)
     if is_traced(sent) or is_traced(rooms) or is_tracing():
         received = _compiled(call, sent, rooms, one_way)
     else:
+        jax.effects_barrier()  # Programs that still run make their messages first.
         arrays = [np.array(room) for room in rooms]
         exchange(call, list(map(np.asarray, sent)), arrays)
         received = list(map(jnp.array, arrays))
@@ -98,22 +107,24 @@ def _exchange(
 
 
 def _room(like: Any) -> Any:
-    return jnp.zeros(like.shape, like.dtype) if isinstance(like, jax.ShapeDtypeStruct) else usable(like)
+    if isinstance(like, jax.ShapeDtypeStruct) and not jax.dtypes.issubdtype(like.dtype, jax.dtypes.extended):
+        return jnp.zeros(like.shape, like.dtype)
+    return usable(like)
 
 
 def _compiled(call: CompiledCall, sent: Sequence[Any], rooms: Sequence[Any], one_way: str | None) -> Sequence[Any]:
     run = jax.custom_vjp(_call(call, [room.shape for room in rooms]))
     sent_like = [(each.shape, each.dtype) for each in sent]
-    room_like = [(room.shape, room.dtype) for room in rooms]
 
     def forward(*arrays: Any) -> Any:
         if one_way is not None:
             raise ConfigError(f"no gradient flows through {one_way}; use sendrecv, or jax.lax.stop_gradient")
-        return run(*arrays), None
+        made = run(*arrays)
+        return made, made
 
-    def backward(_: None, cotangents: Sequence[Any]) -> Sequence[Any]:
+    def backward(made: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
         dest, source = call.peers
-        given = [_number(each, like) for each, like in zip(cotangents, room_like, strict=True)]
+        given = [_gradient(*each) for each in zip(cotangents, made, strict=True)]
         back = call._replace(peers=(source, dest))
         returned = _compiled(back, given, [jnp.zeros(*like) for like in sent_like], None)
         return *returned, *(given if source is None else map(jnp.zeros_like, given))
@@ -133,6 +144,11 @@ def _call(call: CompiledCall, shapes: Sequence[tuple[int, ...]]) -> Callable[...
     return run
 
 
-def _number(cotangent: Any, like: tuple[tuple[int, ...], Any]) -> Any:
-    """Return a gradient; zeros for one of integers, which has none (float0)."""
-    return jnp.zeros(*like) if cotangent.dtype == jax.dtypes.float0 else cotangent
+def _gradient(cotangent: Any, made: Any) -> Any:
+    """Return the gradient of what was received; zeros for integers, which have none (float0).
+
+    Under `vmap` it is mapped where that is, on all ranks: where a loss is linear, JAX would not map its gradient.
+    """
+    if cotangent.dtype == jax.dtypes.float0:
+        return jnp.zeros_like(made)
+    return jnp.where(jnp.zeros(cotangent.shape, bool), made, cotangent)

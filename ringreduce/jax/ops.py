@@ -462,7 +462,7 @@ def scatter(
 def scan(tree: Any, op: Op = SUM, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Reduce arrays over the ranks up to each rank: rank r gets what ranks 0 to r come to. Collective.
 
-    No gradient flows through it.
+    No gradient flows through it. As `ringreduce.scan`, it runs beside no blocking collective of another thread.
 
     Args:
         tree: as for `allreduce`.

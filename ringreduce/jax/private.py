@@ -20,6 +20,7 @@ import optax
 from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lax.control_flow import loops as _loops
 from jax.extend import core
 
 from ringreduce.common.private_parts import Part, lacking, mentions, missing
@@ -94,6 +95,37 @@ def _intercept() -> None:
     _mlir.lower_jaxpr_to_module = lower_and_change
 
 
+def keep_in_loops(target: str) -> None:
+    """Let JAX leave foreign calls of a target within the loops (`jax.lax.scan`) that it differentiates.
+
+    It computes what does not depend on the step once, before the loop: a message, too, where another rank makes one in
+    each step. Nothing public keeps an operation there. Without it, these have to depend on the step.
+    """
+    hoist = getattr(_loops, "_scan_known_hoisting", None)
+    if hoist is None:
+        return
+
+    @wraps(hoist)
+    def hoist_others(jaxpr: Any, constants: Any, residuals: int) -> Any:
+        if _calls(jaxpr, target):
+            return jaxpr, constants, [False] * residuals, []
+        return hoist(jaxpr, constants, residuals)
+
+    _loops._scan_known_hoisting = hoist_others
+
+
+def _calls(jaxpr: Any, target: str) -> bool:
+    """Return whether a program of JAX, or one within it, makes foreign calls of a target."""
+    for equation in jaxpr.eqns:
+        if equation.params.get("target_name") == target:
+            return True
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                if hasattr(inner, "eqns") and _calls(inner, target):
+                    return True
+    return False
+
+
 def let_messages_into_gradients() -> None:
     """Let functions with a gradient of their own (`jax.custom_vjp`) make foreign calls that must not be left out.
 
@@ -153,6 +185,11 @@ PARTS = (
         "before_compiling",
         lambda: hasattr(_mlir, "lower_jaxpr_to_module"),
         "ranks whose programs compute different things may mix the collectives of a function that is traced once",
+    ),
+    Part(
+        "keep_in_loops",
+        lambda: hasattr(_loops, "_scan_known_hoisting"),
+        "a collective whose arrays are the same in each step of a lax.scan may be made once, where that has a gradient",
     ),
     Part(
         "let_messages_into_gradients",

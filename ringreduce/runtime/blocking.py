@@ -271,7 +271,7 @@ def maxloc(array: Any, locations: Any = None, *, process_set: ProcessSet | None 
     Args:
         array: numbers in host memory, of any shape and real dtype, which must agree on all ranks.
         locations: whole numbers of at most 63 bits, of the same shape, or one for all elements; they may differ between
-            ranks. None: the number of the rank.
+            ranks. None: this rank, by its number in the world.
         process_set: the ranks that take part; None: all.
 
     Returns:
@@ -281,12 +281,16 @@ def maxloc(array: Any, locations: Any = None, *, process_set: ProcessSet | None 
     Raises:
         UnsupportedBufferError: an array cannot be used; MismatchError: shapes or dtypes differ.
     """
-    return located(_members(process_set), array, locations, MAX, "maxloc")
+    return located(_members(process_set), array, _or_rank(locations), MAX, "maxloc")
 
 
 def minloc(array: Any, locations: Any = None, *, process_set: ProcessSet | None = None) -> tuple[Any, Any]:
     """Return the smallest of the ranks' elements, and where each is; NaN counts as the smallest. See `maxloc`."""
-    return located(_members(process_set), array, locations, MIN, "minloc")
+    return located(_members(process_set), array, _or_rank(locations), MIN, "minloc")
+
+
+def _or_rank(locations: Any) -> Any:
+    return world().rank if locations is None else locations
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

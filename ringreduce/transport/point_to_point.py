@@ -53,8 +53,8 @@ class NoRank(Enum):
         return "ringreduce.PROC_NULL"
 
 
-#: The neighbour that a rank at an edge has not: to send to it does nothing, and what would come from it does not change
-#: the array (MPI 4.1, section 3.10).
+#: In place of a neighbour, where there is none: to send to it does nothing, and to receive from it does not change the
+#: array (MPI 4.1, section 3.10).
 PROC_NULL: Final = NoRank.PROC_NULL
 
 
@@ -466,4 +466,4 @@ def _require(peer: int | NoRank | None, tag: int, rank: int, size: int) -> None:
     if not (peer is None or peer is PROC_NULL) and (not 0 <= peer < size or peer == rank):
         raise ConfigError(f"messages go to other ranks, 0 to {size - 1}; rank {rank} named {peer}")
     if not 0 <= tag <= LAST_TAG:
-        raise ConfigError(f"tags are at least 0, got {tag}")
+        raise ConfigError(f"tags are at least 0, and less than 2^63, got {tag}")

@@ -35,6 +35,12 @@ def called(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     return (lambda function: function) if request.param == "eager" else jax.jit  # type: ignore[no-any-return]
 
 
+@pytest.fixture(params=["eager", "compiled"])
+def called_here(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """The first two: a device has programs of its own."""
+    return (lambda function: function) if request.param == "eager" else jax.jit  # type: ignore[no-any-return]
+
+
 def rows(count: int = 7) -> Any:
     return jnp.arange(float(count)) + 100 * RANK
 
@@ -147,6 +153,61 @@ def test_gradients_go_back_to_the_sender(called: Any) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.sizes(2, 3)
+def test_what_is_the_same_in_each_step_of_a_loop_is_sent_in_each(called_here: Any) -> None:
+    """JAX computes it once, before a loop that it differentiates."""
+
+    def loss(weight: Any, start: Any) -> Any:
+        def body(total: Any, step: Any) -> Any:
+            if RANK == 0:
+                for peer in range(1, SIZE):
+                    rj.send(jnp.full(3, 10.0) ** step, peer)
+                came = jnp.zeros(3)
+            elif RANK == 1:
+                came = rj.recv(start, 0)
+            else:
+                came = rj.recv(jax.ShapeDtypeStruct((3,), jnp.float32), 0)
+            return total + weight * (came.sum() + rj.reduce(start + (step if RANK == 0 else 0.0), rj.Sum).sum()), came[
+                0
+            ]
+
+        return jax.lax.scan(body, 0.0, jnp.arange(4.0))
+
+    if RANK == 0:
+        called_here(loss)(2.0, jnp.zeros(3))
+        return
+    (_, seen), grad = called_here(jax.value_and_grad(loss, has_aux=True))(2.0, jnp.zeros(3))
+    assert seen.tolist() == [1, 10, 100, 1000]
+    assert grad == 3333
+
+
+@pytest.mark.smoke
+def test_mapped_gradients_of_unlike_losses(called_here: Any) -> None:
+    """The gradient of a linear loss is the same in all rows, that of another one is not."""
+    values = jnp.stack([rows(), 2 * rows()])
+    power = 1 + RANK % 2
+
+    def loss(row: Any) -> Any:
+        return (rj.sendrecv(row, AFTER, row, BEFORE) ** power).sum()
+
+    grads = called_here(jax.vmap(jax.grad(loss)))(values)
+    wanted = np.ones((2, 7)) if AFTER % 2 == 0 else 2 * np.asarray(values)
+    np.testing.assert_allclose(grads, wanted)
+
+
+@pytest.mark.smoke
+@pytest.mark.sizes(2, 3)
+def test_one_wrong_array_of_a_tree_leaves_none_behind(called: Any) -> None:
+    tree = {"a": jnp.ones(3), "b": jnp.full(2, 5.0)}
+    wrong = {"a": jnp.zeros(4), "b": jnp.zeros(2)}
+    with pytest.raises(Exception, match="the ranks disagree") as raised:
+        called(lambda tree: rj.sendrecv(tree, AFTER, wrong, BEFORE))(tree)
+    assert isinstance(rj.error_of(raised.value), rr.MismatchError)
+    made = called(lambda each: rj.sendrecv(each, AFTER, each, BEFORE))(jnp.full(2, 9.0))
+    assert made.tolist() == [9, 9]
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("root", {0, SIZE - 1})
 def test_collectives_of_one_root(called: Any, root: int) -> None:
     """Results that the root alone uses; the others get their own arrays back."""
@@ -218,8 +279,15 @@ def test_wrong_arguments(called: Any) -> None:
     for wrong in (RANK, SIZE, -1, None, "1"):
         with pytest.raises(rr.ConfigError):
             called(lambda mine, wrong=wrong: rj.send(mine, wrong))(jnp.ones(3))
-    with pytest.raises(rr.ConfigError, match="tag must be"):
-        rj.recv(jnp.ones(3), AFTER, tag=-1)
+    for tag in (-1, "x", 1 << 62):
+        with pytest.raises(rr.ConfigError, match="tag"):
+            rj.recv(jnp.ones(3), rj.PROC_NULL, tag=tag)
+    with pytest.raises(rr.ConfigError, match="source must be a whole number"):
+        rj.recv(jnp.ones(3), None)
+    with pytest.raises(rr.UnsupportedBufferError, match="key_data"):
+        rj.send({"a": jax.random.key(1)}, AFTER)
+    made = called(lambda: rj.recv({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, rj.PROC_NULL)["a"] + 1)()
+    assert made.tolist() == [1, 1, 1]
     with pytest.raises(rr.UnsupportedBufferError):
         rj.send({"a": "text"}, AFTER)
     with pytest.raises(Exception, match="the ranks disagree") as raised:

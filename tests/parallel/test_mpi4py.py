@@ -57,7 +57,7 @@ def test_locations(ours: Any, theirs: MPI.Op) -> None:
     mine = numbers(101)
     places = np.arange(101)[::-1] * (SIZE - RANK)
     pairs = np.zeros(101, np.dtype([("value", "f8"), ("place", "i4")], align=True))  # as a struct of C
-    for given in (None, places):
+    for given in (None, places, places.astype(np.int16), places.astype(np.uint32)):
         pairs["value"], pairs["place"] = mine, RANK if given is None else given
         wanted = np.empty_like(pairs)
         COMM.Allreduce([pairs, 101, MPI.DOUBLE_INT], [wanted, 101, MPI.DOUBLE_INT], theirs)
@@ -68,9 +68,26 @@ def test_locations(ours: Any, theirs: MPI.Op) -> None:
     values, where = ours(np.array([np.nan if RANK == SIZE - 1 else float(RANK)]))
     assert np.isnan(values[0])
     assert where[0] == SIZE - 1
-    for wrong in (np.zeros(100, int), 1.5):
-        with pytest.raises(rr.UnsupportedBufferError, match="a whole number as the location of each element"):
+    for wrong in (np.zeros(100, int), 1.5, np.uint64(1 << 63)):
+        with pytest.raises(rr.UnsupportedBufferError, match="as the location of each element"):
             ours(mine, wrong)
+
+
+@pytest.mark.sizes(3, 4)
+def test_locations_in_a_process_set_are_ranks_of_the_world() -> None:
+    some = rr.add_process_set([SIZE - 2, SIZE - 1])
+    if some.included():
+        value, where = rr.maxloc(float(RANK), process_set=some)
+        assert (value, where) == (SIZE - 1, SIZE - 1)
+        assert rr.broadcast(np.array([RANK]), int(where), process_set=some)[0] == SIZE - 1
+    rr.remove_process_set(some)
+
+
+@pytest.mark.parametrize("wrong", [[[1, 2], [3]], 1j, "text"])
+def test_what_has_no_largest_element_is_refused_everywhere(wrong: Any) -> None:
+    with pytest.raises(rr.RingReduceError):
+        rr.maxloc(wrong if RANK == 0 else 1.0)
+    assert rr.maxloc(float(RANK))[1] == SIZE - 1
 
 
 @pytest.mark.parametrize(
@@ -121,4 +138,7 @@ def test_wrong_counts_end_the_call_everywhere() -> None:
     if SIZE > 1:
         with pytest.raises(rr.MismatchError, match="scatter by splits"):
             rr.scatter(rows, 0, [3] * SIZE if RANK == 0 else None)
+    for wrong in (np.array(1.0), 2.5):
+        with pytest.raises(rr.RingReduceError):
+            rr.scatter(wrong if RANK == SIZE - 1 else rows if RANK == 0 else None, 0, [3] * SIZE)
     assert len(rr.scatter(rows, 0, [3] * SIZE)) == 3

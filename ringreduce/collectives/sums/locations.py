@@ -18,13 +18,19 @@ _BEHIND_ALL = np.iinfo(np.int64).max
 def located(communicator: Communicator, array: Any, locations: Any, op: ReduceOp, name: str) -> tuple[Any, Any]:
     """Return extreme elements and where they are; see `ringreduce.maxloc`."""
     with CheckingArguments(communicator, name):
-        mine = require_host(operand_of(np.asarray(array)), name).view
-        where = np.asarray(communicator.rank if locations is None else locations)
-        if where.dtype.kind not in "iu" or where.shape not in ((), mine.shape):
+        try:
+            mine = require_host(operand_of(np.asarray(array)), name).view
+        except ValueError as error:  # Of rows of unequal lengths.
+            raise UnsupportedBufferError(f"{name} takes an array of numbers: {error}") from error
+        if mine.dtype.kind == "c":
+            raise UnsupportedBufferError(f"{name} takes real numbers, got {mine.dtype}")
+        given = np.asarray(locations)
+        where = given.astype(np.int64) if given.dtype.kind in "iu" else given
+        if where.dtype != np.int64 or where.shape not in ((), mine.shape) or np.any(where != given):
             raise UnsupportedBufferError(
-                f"{name} takes a whole number as the location of each element: one for all, or an array of the shape "
-                f"{mine.shape}; got {where.dtype} of the shape {where.shape}"
+                f"{name} takes a whole number below 2^63 as the location of each element: one for all, or an array of "
+                f"the shape {mine.shape}; got {given.dtype} of the shape {given.shape}"
             )
     extreme = communicator.allreduce(mine, op)
     has_it = (mine == extreme) | ((mine != mine) & (extreme != extreme))  # The second are NaN.
-    return extreme, communicator.allreduce(np.where(has_it, where, _BEHIND_ALL).astype(np.int64), MIN)
+    return extreme, communicator.allreduce(np.where(has_it, where, _BEHIND_ALL), MIN)

@@ -243,11 +243,15 @@ class Keeper:
             self._answer = None
             self._take(Differences(0, since, values), last=last)
             self._changed.notify()
-        messages.waiter.until(lambda: self._answer or self._error, lambda: "other replicas")
-        if self._error is not None:
-            raise self._error
-        assert self._answer is not None
-        return self._answer
+        messages.waiter.until(self._outcome, lambda: "other replicas")
+        outcome = self._outcome()
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert outcome is not None
+        return outcome
+
+    def _outcome(self) -> tuple[int, Sequence[Flat]] | Exception | None:
+        return self._error or self._answer
 
     def go_on_from(self, steps: OuterSteps) -> None:
         """Keep other weights, and forget what has come for the old ones."""
