@@ -35,7 +35,8 @@ class DiLoCo(Replicas):
     A replica is a node, or one rank, or the ranks of a process set; its ranks reduce their gradients in every step. In
     every ``period``-th step all ranks average how far their weights have moved, and make an outer step with Nesterov's
     momentum; `ringreduce.training.optimizers.local` has the formulas and their sources. All ranks must make equally
-    many steps.
+    many steps. With ``quorum`` an outer step does not wait for all; `ringreduce.training.optimizers.quorum` says what
+    is otherwise then.
 
     Variables of floats and complex numbers are exchanged through the host, floats of 16 bits in float32; others stay
     each rank's own. To average other variables, such as batch statistics or the state of an optimizer, give them a

@@ -131,7 +131,8 @@ class DiLoCo(wrapper.Wrapper):
     hooks with the wrapped one. Construction and the first step are collective: all ranks begin with the same weights,
     so call `broadcast_parameters` first. Steps are collective over a replica, and over all ranks where an exchange
     begins or ends. All ranks make equally many steps; a replica that is slower than the others may be late for an
-    exchange by at most ``RINGREDUCE_TIMEOUT``.
+    exchange by at most ``RINGREDUCE_TIMEOUT``. With ``quorum`` an outer step does not wait for all;
+    `ringreduce.training.optimizers.quorum` says what is otherwise then.
 
     Between exchanges each replica has weights of its own. Call `synchronize`, on all ranks, before an evaluation and at
     the end. Everywhere else `state_dict` is enough: it needs no other rank, and a run that is stopped in the middle of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.training.binding.host import ArraySpec
+from ringreduce.training.optimizers import quorum
 from ringreduce.training.optimizers.replicas import Replicas
 
 COUNT, PERIOD = 7, 3
@@ -93,8 +95,11 @@ def world_of(array: Any) -> Any:
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_a_replica_that_comes_late(world: rr.Communicator, talk: Callable[[int, int], None]) -> None:
-    """Two steps are made without the last one; it goes on from theirs, and counts by a third in the next."""
+def test_a_replica_that_comes_late(
+    world: rr.Communicator, talk: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps are made without the last one; it goes on from theirs at once, and counts by a third in the next."""
+    monkeypatch.setattr(quorum, "_AT_ONCE", math.inf)
     last = world.size - 1
     model, outer = Model(quorum=last), Outer()
     changes = [12.0 * (rank + 1) for rank in range(world.size)]
@@ -141,8 +146,9 @@ def test_a_replica_counts_by_its_ranks(world: rr.Communicator, nodes_of: Callabl
 
 
 @pytest.mark.sizes(2, 3)
-def test_a_run_goes_on_from_its_states(world: rr.Communicator) -> None:
-    """In the middle of a period; a rank whose state has fewer outer steps comes late by as many."""
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_run_goes_on_from_its_states(world: rr.Communicator, behind: int) -> None:
+    """In the middle of a period; a rank whose state has fewer outer steps counts as late, also the first."""
     model, outer = Model(quorum=world.size), Outer()
     changes = [6.0 * (rank + 1) for rank in range(world.size)]
     model.learn(changes[world.rank])
@@ -153,18 +159,67 @@ def test_a_run_goes_on_from_its_states(world: rr.Communicator) -> None:
     model.local.before_step()
     model.weights = model.weights + 2.0
     model.local.after_step()
-    state, weights = old if world.rank == 1 else (model.local.state_dict(), model.weights)
+    state, weights = old if world.rank == behind else (model.local.state_dict(), model.weights)
     again = Model(quorum=world.size)
     again.weights = weights
     again.local.load_state_dict(state)
     again.weights = again.weights + 1.0
     again.local.synchronize()
-    shares = [1 / 2 if rank == 1 else 1 for rank in range(world.size)]
-    outer.step([1.0 if rank == 1 else 3.0 for rank in range(world.size)], shares, lr=1.0, mu=0.0)
+    if behind == 0:
+        outer.momentum[:] = np.asarray(old[0]["averages"][0].get("momentum", 0.0))
+        outer.momentum = rr.broadcast(outer.momentum)
+    shares = [1 / 2 if rank == behind else 1 for rank in range(world.size)]
+    outer.step([1.0 if rank == behind else 3.0 for rank in range(world.size)], shares, lr=1.0, mu=0.0)
     np.testing.assert_allclose(again.weights, outer.weights, rtol=1e-14)
     again.learn(changes[world.rank])
     outer.step(changes, [1] * world.size)
     np.testing.assert_allclose(again.weights, outer.weights, rtol=1e-14)
+    with pytest.raises(rr.ConfigError, match="without a quorum"):
+        again.local.load_state_dict({name: value for name, value in state.items() if name != "outer_steps"})
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_new_world_averages_what_each_has_learnt(world: rr.Communicator) -> None:
+    """In the first period and in a later one; the outer momentum stays."""
+    changes = [6.0 * (rank + 1) for rank in range(world.size)]
+    for periods in (0, 1):
+        rr.init()
+        model, outer = Model(quorum=world.size), Outer()
+        for _ in range(periods):
+            model.learn(changes[rr.rank()])
+            outer.step(changes, [1] * rr.size())
+        if periods:
+            model.local.before_step()
+        model.weights = model.weights + changes[rr.rank()]
+        model.local.after_step()
+        rr.shutdown()
+        rr.init()
+        model.local.rejoin()
+        outer.step(changes, [1] * rr.size(), lr=1.0, mu=0.0)
+        np.testing.assert_allclose(model.weights, outer.weights, rtol=1e-14)
+        model.learn(changes[rr.rank()])
+        outer.step(changes, [1] * rr.size())
+        np.testing.assert_allclose(model.weights, outer.weights, rtol=1e-14)
+        model.local.synchronize()
+        rr.shutdown()
+
+
+@pytest.mark.sizes(2, 3)
+def test_equal_numbers_of_batches_end_where_one_is_late(
+    world: rr.Communicator, talk: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have all their steps behind them and wait in `synchronize`; the last goes on to its end."""
+    monkeypatch.setattr(quorum, "_AT_ONCE", math.inf)
+    last = world.size - 1
+    model = Model(quorum=last)
+    if world.rank == last:
+        talk(0, last)
+    for _ in range(2):
+        model.learn(1.0)
+    if world.rank != last:
+        talk(0, last)
+    model.local.synchronize()
+    assert len({each.tobytes() for each in world_of(model.weights)}) == 1
 
 
 def test_wrong_quorums(world: rr.Communicator) -> None:
@@ -190,6 +245,6 @@ def test_too_few_replicas_are_named(world: rr.Communicator, monkeypatch: pytest.
     rr.init()
     model = Model(quorum=rr.size())
     if rr.rank() < rr.size() - 1:
-        with pytest.raises(rr.CollectiveTimeoutError, match=f"fewer than {rr.size()} of {rr.size()} replicas"):
+        with pytest.raises(rr.CollectiveTimeoutError, match=f"needs {rr.size()} of {rr.size()} replicas"):
             model.learn(1.0)
     rr.shutdown()

@@ -359,11 +359,16 @@ class LocalTraining:
         """
         if is_by_speed(self._engine):
             raise refusal(LOCAL, SHARES)
-        if self.steps == self._options.warmup_steps:
+        if self._compares:
             weights = self._weights or self._started()
             text = f"weights with the checksums {weights}; call broadcast_parameters before the first step"
             self._run("start", text, lambda ranks: ranks.barrier())
         self._resume()
+
+    @property
+    def _compares(self) -> bool:
+        """Whether the next step is the first local one."""
+        return bool(self.steps == self._options.warmup_steps)
 
     def _resume(self) -> None:
         """Begin exchanges again that were under way when the state was saved."""
