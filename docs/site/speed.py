@@ -125,7 +125,7 @@ def draw_losses(found: dict[str, list[list[float]]]) -> str:
     for number, (name, curve) in enumerate(found.items()):
         seconds, loss = zip(*curve, strict=True)
         axes.plot(seconds, loss, label=name, **curve_style(number))
-    axes.set(xlabel="seconds", ylabel="cross entropy", yscale="log", ylim=(0.25, 2.4))
+    axes.set(xlabel="seconds", ylabel="cross entropy", yscale="log", ylim=(0.22, 2.4))
     axes.set_yticks([0.25, 0.5, 1, 2], ["0.25", "0.5", "1", "2"])
     axes.minorticks_off()
     axes.grid(visible=True, alpha=0.3)
