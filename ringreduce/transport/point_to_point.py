@@ -111,6 +111,10 @@ class PointToPoint:
         counts_decide: whether an array may be received into one of another shape that has as many elements.
         near: carries notes within a node, for this alone; None: the messages carry all.
         compiled: what sends and receives arrays that come again; None: Python does.
+
+    Attributes:
+        waiter: the argument.
+        concurrent: whether several threads may be in here at once.
     """
 
     def __init__(
@@ -133,6 +137,7 @@ class PointToPoint:
         if len(self._streams) < messages.size - 1:
             self._polls.append(messages.poll)
         self._messages = messages
+        self.concurrent = messages.concurrent
         self.waiter = waiter
         waiter.watchers.append(self._watch)
         self._find_failed = find_failed
@@ -150,11 +155,6 @@ class PointToPoint:
     def busy(self) -> bool:
         """Whether anything is under way."""
         return bool(self._moving or self._awaited)
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether several threads may be in here at once."""
-        return self._messages.concurrent
 
     def send(self, source: Operand, peer: int | NoRank, tag: int) -> PeerTransfer:
         """Begin to send an array; it belongs to the transfer until that is done.

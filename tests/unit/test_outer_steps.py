@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringreduce.training.optimizers.quorum import Differences, Kind, OuterSteps, Rates
+from ringreduce.training.optimizers.outer_steps import Differences, OuterRates, OuterSteps, Wanted
 
 LR, MU = 0.7, 0.9
 
 
 def steps(quorum: int, ranks: Sequence[int] = (1, 1, 1), count: int = 0) -> OuterSteps:
-    rates = [Rates(LR, MU), Rates(1.0, 0.0)]
+    rates = [OuterRates(LR, MU), OuterRates(1.0, 0.0)]
     return OuterSteps([np.zeros(3), np.zeros(1)], [None, None], rates=rates, ranks=ranks, quorum=quorum, count=count)
 
 
-def learnt(replica: int, since: int, value: float, kind: Kind = Kind.STEP, *agreed: float) -> Differences:
+def learnt(replica: int, since: int, value: float, wanted: Wanted = Wanted.STEP, *agreed: float) -> Differences:
     """Return differences of one value; ``agreed`` are weights that were loaded."""
     loaded = [np.full(3, agreed[0]), np.full(1, agreed[0])] if agreed else []
-    return Differences(replica, since, kind, [np.full(3, value), np.full(1, value)], loaded)
+    return Differences(replica, since, wanted, [np.full(3, value), np.full(1, value)], loaded)
 
 
 def test_shares_by_ranks_and_age() -> None:
@@ -81,7 +81,7 @@ def test_an_average_of_all() -> None:
     """Has no momentum, and takes what has come late before."""
     made = steps(3, count=4)
     made.take(learnt(2, 3, 6.0))
-    made.make_of_all([learnt(replica, 4, 1.0 + replica, Kind.AVERAGE) for replica in range(3)])
+    made.make_of_all([learnt(replica, 4, 1.0 + replica, Wanted.AVERAGE) for replica in range(3)])
     for each in made.weights:
         np.testing.assert_allclose(each, -(1 + 2 + 3 + 6 / 2) / 3.5)
     assert made.count == 5
@@ -97,7 +97,7 @@ def test_the_newest_weights_that_were_loaded() -> None:
     made.take(learnt(1, 1, 50.0))
     (waiting,) = made.forget()
     assert waiting.replica == 1
-    loaded = [learnt(2, 7, 2.0, Kind.LOADED, 10.0), learnt(0, 6, 4.0, Kind.LOADED, 20.0), learnt(1, 7, 0.0)]
+    loaded = [learnt(2, 7, 2.0, Wanted.LOADED, 10.0), learnt(0, 6, 4.0, Wanted.LOADED, 20.0), learnt(1, 7, 0.0)]
     made.make_of_all(loaded)
     delta = (2.0 + 4.0 / 2 + 0.0) / 2.5
     np.testing.assert_allclose(made.weights[0], 10 - LR * (delta + MU * delta))
