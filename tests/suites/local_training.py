@@ -210,6 +210,11 @@ def check_replicas(make: Make) -> None:
             _compare(make, sets, period=3, replica=given, **_HALVES)
 
 
+def check_quorum_of_all(make: Make) -> None:
+    """Outer steps for which all replicas have to come are those without a quorum, up to rounding."""
+    _compare(make, _ranks(), replica="rank", period=3, quorum=runtime.size(), **_HALVES)
+
+
 def check_no_meeting(make: Make, warmup_steps: int = 0) -> None:
     """Between exchanges a replica waits for no other: once weights are compared it trains by itself."""
     trainee = make(start(), replica="rank", period=6, **_AVERAGES)
@@ -351,6 +356,7 @@ LOCAL_CHECKS: tuple[Callable[[Make], None], ...] = (
     check_exchanges,
     check_momentum_of_replicas,
     check_replicas,
+    check_quorum_of_all,
     check_no_meeting,
     check_synchronous_training,
     check_defaults,

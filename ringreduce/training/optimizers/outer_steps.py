@@ -135,7 +135,8 @@ class OuterSteps:
         for part, rate in enumerate(rates):
             delta = np.zeros_like(self.weights[part])
             for share, each in zip(shares, self._come, strict=True):
-                delta += delta.dtype.type(share / sum(shares)) * each.values[part]
+                delta += delta.dtype.type(share) * each.values[part]
+            delta /= sum(shares)
             changed = self.weights[part].copy()  # Others read the old ones, and messages are under way with them.
             momentum = self.momentum[part]
             if rate.mu and momentum is not None:
