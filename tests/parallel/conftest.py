@@ -19,7 +19,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -351,3 +351,13 @@ def _in_use() -> Growth:
     gc.collect()
     given_out = mallinfo2()
     return Growth(given_out.nbytes + given_out.mapped_nbytes, sys.getallocatedblocks())
+
+
+@pytest.fixture(params=["eager", "compiled", "on a device"])
+def called(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """What calls a function as it is, or compiled, here or as for a device, whose arrays are copied to the host."""
+    jax = pytest.importorskip("jax")
+    if request.param == "on a device":
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, cpu, default: default(*arrays))
+    return (lambda function: function) if request.param == "eager" else jax.jit  # type: ignore[no-any-return]

@@ -24,15 +24,6 @@ RANK, SIZE = WORLD.rank, WORLD.size
 TRIANGLE = sum(range(SIZE))
 
 
-@pytest.fixture(params=["eager", "compiled", "on a device"])
-def called(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """What calls a function as it is, or compiled, here or as for a device, whose arrays are copied to the host."""
-    if request.param == "on a device":
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, cpu, default: default(*arrays))
-    return (lambda function: function) if request.param == "eager" else jax.jit  # type: ignore[no-any-return]
-
-
 @pytest.mark.smoke
 def test_trees_are_reduced(called: Any) -> None:
     tree = {"a": jnp.arange(7.0) + RANK, "b": [jnp.full((3, 5), RANK, jnp.int32), jnp.float32(2.0)]}

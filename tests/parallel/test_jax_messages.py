@@ -26,15 +26,6 @@ LEFT = rj.PROC_NULL if RANK == 0 else RANK - 1
 RIGHT = rj.PROC_NULL if RANK == SIZE - 1 else RANK + 1
 
 
-@pytest.fixture(params=["eager", "compiled", "on a device"])
-def called(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """What calls a function as it is, or compiled, here or as for a device, whose arrays are copied to the host."""
-    if request.param == "on a device":
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, cpu, default: default(*arrays))
-    return (lambda function: function) if request.param == "eager" else jax.jit  # type: ignore[no-any-return]
-
-
 @pytest.fixture(params=["eager", "compiled"])
 def called_here(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     """The first two: a device has programs of its own."""

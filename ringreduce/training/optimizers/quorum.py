@@ -23,8 +23,7 @@ Sources:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,7 +56,7 @@ class QuorumTraining(LocalTraining):
         *,
         parameters: Sequence[Leaves],
         others: Sequence[Average],
-        writing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        **how: Any,
     ) -> None:
         self._keeper: Keeper | None = None
         self._finalizer: Any = None
@@ -69,7 +68,7 @@ class QuorumTraining(LocalTraining):
         rates = OuterRates(options.outer_lr, options.outer_momentum)
         self._rates = [rates] * len(parameters) + [OuterRates(1.0, 0.0)] * len(others)
         self._buffers = [Fragment(each.leaves, each.what, options) for each in others]
-        super().__init__(described, options, parameters=parameters, others=self._buffers, writing=writing)
+        super().__init__(described, options, parameters=parameters, others=self._buffers, **how)
         self._parts = [each for each in self._averages if isinstance(each, Fragment)]  # All are.
         most = len(self._replicas)
         if options.quorum > most:
