@@ -260,7 +260,7 @@ def test_commands_have_their_options() -> None:
 #: What `DiLoCo` of torch takes by name, and what it takes where a user says nothing.
 LOCAL = {"period": 100, "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 1, "delay": 0, "replica": "node"}
 
-LOCAL |= {"warmup_steps": 0, "average": ("parameters", "buffers"), "shard": None}
+LOCAL |= {"quorum": None, "warmup_steps": 0, "average": ("parameters", "buffers"), "shard": None}
 
 
 def test_options_of_local_training_are_shown() -> None:
