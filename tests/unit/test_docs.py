@@ -341,8 +341,8 @@ def test_the_architecture_names_what_there_is() -> None:
     files = [f"/{path.relative_to(ROOT)}" for path in paths]
     named = re.findall(r"`([\w/]+\.py)`", page)
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
-    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    statements = [each for path in paths for each in ast.parse(path.read_text(encoding="utf-8")).body]
+    classes = [each for each in statements if isinstance(each, ast.ClassDef)]
     known = {each.name for each in classes} | {
         f"{each.name}.{method.name}" for each in classes for method in each.body if isinstance(method, ast.FunctionDef)
     }
