@@ -95,6 +95,7 @@ class Chains:
         say: tells users.
         patience: seconds for which a rank may be stopped before it is killed (counted in looks); what a debugger
             stops does not count.
+        ranks: how many there are on this host, at least.
     """
 
     def __init__(
@@ -105,8 +106,11 @@ class Chains:
         patience: float,
         *,
         has_mpirun: bool = True,
+        ranks: int = 1,
     ) -> None:
         self._pid = pid
+        self._ranks = ranks
+        self._known = False
         self._has_mpirun = has_mpirun
         started = SeenProcess.read(pid)
         assert started is not None, "nobody has waited for it"
@@ -126,9 +130,12 @@ class Chains:
     @property
     def known(self) -> bool:
         """Whether the processes of ranks were found, those under shells as well, or there will be none of this host."""
+        if self._known:
+            return True
         chains = self._chains.values()
-        found = bool(chains) and all(each.under or not each.top.is_shell for each in chains)
-        return found or self._looks >= _FIRST_LOOKS
+        found = len(chains) >= self._ranks and all(each.under or not each.top.is_shell for each in chains)
+        self._known = found or self._looks >= _FIRST_LOOKS
+        return self._known
 
     @property
     def mpirun(self) -> SeenProcess:

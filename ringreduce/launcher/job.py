@@ -114,6 +114,7 @@ class Job:
             say=self.say,
             patience=_timeout_s(environment) / _LOOK_EVERY_S,
             has_mpirun=is_launcher(Path(line[0]).name),
+            ranks=1 if start.remote else _ranks_of(line) or 1,
         )
         self.logins = self._chains.logins
         self._looked = time.monotonic()
