@@ -26,7 +26,12 @@ def test_random_calls_end_as_they_must(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "times", "node_size"),
-    [("algorithms", 30, ""), ("algorithms", 30, "1"), ("mismatches", 250, "1"), ("worlds", 20, "")],
+    [
+        pytest.param("algorithms", 30, "", marks=pytest.mark.thorough),
+        ("algorithms", 30, "1"),
+        ("mismatches", 250, "1"),
+        ("worlds", 20, ""),
+    ],
 )
 def test_memory_does_not_grow(run_job, what: str, times: int, node_size: str) -> None:
     """Whatever is done again and again; tests/jobs/programs/memory.py does it any number of times."""

@@ -52,7 +52,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_workers_of_every_start_method_know_their_rank(run_job, tmp_path: Path, ranks: int) -> None:
     """They get the numbers of the rank that started them, cannot communicate, and do the ranks no harm."""
     script = tmp_path / "train.py"

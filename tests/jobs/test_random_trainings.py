@@ -8,7 +8,7 @@ import pytest
 from random_trainings import TORCH, run
 
 
-@pytest.mark.parametrize(("ranks", "node_size"), [(2, "1"), (3, "2")])
+@pytest.mark.parametrize(("ranks", "node_size"), [pytest.param(2, "1", marks=pytest.mark.thorough), (3, "2")])
 def test_random_trainings_in_torch(ranks: int, node_size: str, tmp_path: Path) -> None:
     """All weights are those of one process, in each way to step; each way goes on from what the last one has saved.
 
