@@ -259,7 +259,8 @@ class Communicator:
 
         Args:
             array: at the root, at least one dimension, in host memory; without ``splits``, as many rows for each rank.
-                On the other ranks None, or an array of the same shape and dtype, whose content does not matter.
+                On the other ranks None, or an array of the same dtype and shape (with ``splits``, of any number of
+                rows), whose content does not matter.
             root: a rank; must agree.
             splits: rows for rank 0, 1, ..., of which the root's are used; the others pass any list, an empty one, too.
                 None on all ranks: equal parts.
@@ -282,7 +283,7 @@ class Communicator:
             if array is not None:
                 with_rows(array, "scatter")
             no_rows = None if array is None else array[:0]
-        part = self.scatter(no_rows, root)  # Has dtype and shape of the root's.
+        part = self.scatter(no_rows, root)  # No rows, with the root's dtype and other dimensions.
         if self.rank == root:
             return self.alltoall(array, splits, out=out, algorithm=algorithm)[0]
         return self.alltoall(part, [0] * self.size, out=out, algorithm=algorithm)[0]

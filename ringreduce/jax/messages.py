@@ -1,9 +1,9 @@
 """Messages from one rank to another on pytrees of JAX arrays, inside and outside of `jax.jit`; they are not collective.
 
-A compiled program makes its messages and collectives in the order in which they were traced, and leaves none out. It
-names the other rank and the tag as numbers of Python: they are a part of the program. The arrays of a tree are sent one
-after the other, in the order of `jax.tree.leaves`; both ranks name trees of as many. Messages of `ringreduce.send` and
-others, which are the world's, match these.
+A compiled program makes its messages in the order in which they were traced, and drops none; on the CPU its collectives
+keep their places in this order. Destination, source and tag are Python ints, fixed when the program is traced. The
+arrays of a tree are sent one after the other, in the order of `jax.tree.leaves`; both ranks' trees have equally many.
+Messages of the global process set match those of `ringreduce.send` and `ringreduce.recv`.
 
 `jax.checkpoint` refuses messages, which it would make twice. All functions raise, besides what they list: `ConfigError`
 for arguments, and the errors of `Communicator.send` and `Communicator.recv`; see `ringreduce.jax.ops` for those of
@@ -55,7 +55,8 @@ def recv(like: Any, source: Peer, *, tag: int = 0, process_set: ProcessSet = glo
 
     Args:
         like: arrays or `jax.ShapeDtypeStruct`, as a pytree, of the shapes and dtypes that are sent.
-        source: another rank of the set, as a rank of the world; `PROC_NULL`: ``like`` is the result.
+        source: another rank of the set, as a rank of the world; `PROC_NULL`: the result is ``like``, with zeros for
+            each `jax.ShapeDtypeStruct`.
         tag, process_set: as for `send`.
     """
     return _exchange((), like, PROC_NULL, source, tag, process_set, one_way="recv")
@@ -67,7 +68,8 @@ def sendrecv(
     """Send arrays to one rank, and return those that a rank sends, at the same time.
 
     The gradients of what was received go back to their sender, in a message of the same tag. So the sender has to
-    differentiate its own result, too; otherwise the receiver waits until the time limit.
+    differentiate its own result, too; otherwise large gradients wait until the time limit, and small ones are received
+    in place of a later message.
 
     Args:
         tree, dest: as for `send`; this rank, too, if it is also ``source``.
@@ -134,7 +136,7 @@ def _compiled(call: CompiledCall, sent: Sequence[Any], rooms: Sequence[Any], one
 
 
 def _call(call: CompiledCall, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[Any]]:
-    """Return a function of arrays to send, and of those whose memory is for what comes."""
+    """Return a function that takes the arrays to send, then those in whose memory it receives."""
 
     def run(*arrays: Any) -> list[Any]:
         count = len(arrays) - len(shapes)
@@ -147,7 +149,8 @@ def _call(call: CompiledCall, shapes: Sequence[tuple[int, ...]]) -> Callable[...
 def _gradient(cotangent: Any, made: Any) -> Any:
     """Return the gradient of what was received; zeros for integers, which have none (float0).
 
-    Under `vmap` it is mapped where that is, on all ranks: where a loss is linear, JAX would not map its gradient.
+    Under `vmap` the gradient has a batch dimension where the received array has one, on all ranks alike: where the loss
+    is linear, JAX would give the gradient none.
     """
     if cotangent.dtype == jax.dtypes.float0:
         return jnp.zeros_like(made)

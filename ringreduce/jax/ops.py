@@ -1,11 +1,12 @@
 """Collectives on pytrees of JAX arrays, inside and outside of `jax.jit`.
 
-Inside of `jit` a collective is a call of the compiled program; `grad`, `vmap`, `remat`, `scan` and `cond` take it as
-any other. Outside it runs at once. The arrays of a tree are one operation; in a compiled program, an allreduce of a
-large tree is several, last arrays first. Operations have names, as in `ringreduce.torch.ops`. Without one, an
-operation of a compiled program is named by its line in the source and its number in the program. A program makes its
-collectives in the order in which they were traced, whatever else it computes on some ranks. JAX leaves out computations
-whose results nobody uses, and collectives, too: use a result on all ranks or on none.
+Inside of `jit` a collective is a call of the compiled program; `scan` and `cond` take it as any other, `grad`, `vmap`
+and `remat`, too, unless its docstring excludes them. Outside it runs at once. The arrays of a tree are one operation;
+in a compiled program, an allreduce of a large tree is several, last arrays first. Operations have names, as in
+`ringreduce.torch.ops`. Without one, an operation of a compiled program is named by its line in the source and its
+number in the program. A program makes its collectives in the order in which they were traced, whatever else it computes
+on some ranks. JAX drops operations whose results are unused, collectives, too, except `reduce` and `gather`: use a
+result on all ranks or on none.
 
 Gradients are those of the sum of all ranks' losses, as the chain rule gives them; see `ringreduce.common.conventions`.
 
@@ -410,8 +411,8 @@ def reduce(
 ) -> Any:
     """Reduce arrays over all ranks, element by element; the root alone gets the result. Collective.
 
-    The compiled program makes it, whether its result is used or not. No gradient flows through it, and `jax.checkpoint`
-    refuses it.
+    The compiled program makes it, whether its result is used or not. No gradient flows through it. `jax.checkpoint`
+    refuses it, and so does `vmap` on a GPU.
 
     Args:
         tree: arrays, or numbers, as a pytree; its shapes and dtypes must agree on all ranks.
@@ -462,7 +463,8 @@ def scatter(
 def scan(tree: Any, op: Op = SUM, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Reduce arrays over the ranks up to each rank: rank r gets what ranks 0 to r come to. Collective.
 
-    No gradient flows through it. As `ringreduce.scan`, it runs beside no blocking collective of another thread.
+    No gradient flows through it. It uses the communicator of blocking collectives, as `ringreduce.scan` does: no other
+    thread may make one of these at the same time.
 
     Args:
         tree: as for `allreduce`.

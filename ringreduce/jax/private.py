@@ -96,10 +96,11 @@ def _intercept() -> None:
 
 
 def keep_in_loops(target: str) -> None:
-    """Let JAX leave foreign calls of a target within the loops (`jax.lax.scan`) that it differentiates.
+    """Keep foreign calls of a target in each step of the loops (`jax.lax.scan`) that JAX differentiates.
 
-    It computes what does not depend on the step once, before the loop: a message, too, where another rank makes one in
-    each step. Nothing public keeps an operation there. Without it, these have to depend on the step.
+    JAX moves computations that are the same in each step before the loop: it would send a message once that the other
+    rank receives in each step. No public option prevents this. Without it, the arrays of these calls must depend on the
+    step.
     """
     hoist = getattr(_loops, "_scan_known_hoisting", None)
     if hoist is None:
@@ -129,8 +130,8 @@ def _calls(jaxpr: Any, target: str) -> bool:
 def let_messages_into_gradients() -> None:
     """Let functions with a gradient of their own (`jax.custom_vjp`) make foreign calls that must not be left out.
 
-    JAX allows such calls in loops and conditions, and refuses them in these functions; what it allows is in no public
-    place. Without it, no gradient flows through `sendrecv`.
+    JAX allows such calls in loops and conditions, and refuses them in these functions; no public function changes that.
+    Without it, `reduce`, `gather` and messages cannot be compiled with gradients.
     """
     if _FFI_EFFECT is not None and _allowed is not None:
         _allowed.add_type(_FFI_EFFECT)

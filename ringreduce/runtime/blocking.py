@@ -270,8 +270,8 @@ def maxloc(array: Any, locations: Any = None, *, process_set: ProcessSet | None 
 
     Args:
         array: numbers in host memory, of any shape and real dtype, which must agree on all ranks.
-        locations: whole numbers of at most 63 bits, of the same shape, or one for all elements; they may differ between
-            ranks. None: this rank, by its number in the world.
+        locations: integers that fit int64, of the same shape, or one for all elements; they may differ between ranks.
+            None: the rank in the world.
         process_set: the ranks that take part; None: all.
 
     Returns:

@@ -11,7 +11,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.training.binding.host import ArraySpec
-from ringreduce.training.optimizers import keeper
+from ringreduce.training.optimizers import syncer
 from ringreduce.training.optimizers.replicas import Replicas
 
 COUNT, PERIOD = 7, 3
@@ -99,7 +99,7 @@ def test_a_replica_that_comes_late(
     world: rr.Communicator, talk: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps are made without the last one; it goes on from theirs at once, and counts by a third in the next."""
-    monkeypatch.setattr(keeper, "_AT_ONCE", math.inf)
+    monkeypatch.setattr(syncer, "_AT_ONCE", math.inf)
     last = world.size - 1
     model, outer = Model(quorum=last), Outer()
     changes = [12.0 * (rank + 1) for rank in range(world.size)]
@@ -209,7 +209,7 @@ def test_equal_numbers_of_batches_end_where_one_is_late(
     world: rr.Communicator, talk: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others have all their steps behind them and wait in `synchronize`; the last goes on to its end."""
-    monkeypatch.setattr(keeper, "_AT_ONCE", math.inf)
+    monkeypatch.setattr(syncer, "_AT_ONCE", math.inf)
     last = world.size - 1
     model = Model(quorum=last)
     if world.rank == last:

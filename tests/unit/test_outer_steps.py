@@ -23,7 +23,7 @@ def learnt(replica: int, since: int, value: float, wanted: Wanted = Wanted.STEP,
 
 
 def test_shares_by_ranks_and_age() -> None:
-    """A replica of two ranks has twice the share; one that began two steps before a third of it."""
+    """A replica of two ranks counts twice; one that began two steps before, by a third."""
     made = steps(2, ranks=(2, 1, 1))
     kept = list(made.weights)
     before = [each.copy() for each in kept]

@@ -26,11 +26,11 @@ class Wanted(IntFlag):
 
 
 class Differences(NamedTuple):
-    """What a replica has learnt in a period.
+    """The difference of a replica: how far its weights have moved in a period.
 
     Attributes:
         replica: its number.
-        since: how many outer steps there were when it began.
+        since: the number of outer steps when it began the period.
         wanted: what it wants.
         values: ``agreed - local``, by part.
         agreed: the weights that it began with, by part, if it has loaded them.
@@ -91,7 +91,7 @@ class OuterSteps:
         self._quorum = quorum
 
     def take(self, differences: Differences) -> bool:
-        """Take what a replica has learnt for the next step; return whether the replica is in time for that."""
+        """Add a difference to the next step; return whether the replica has the weights of the last step."""
         self._come.append(differences)
         self.waiting.add(differences.replica)
         return differences.since >= self.count
@@ -109,7 +109,7 @@ class OuterSteps:
 
     @property
     def all_here(self) -> bool:
-        """Whether all wait that came for the last step, or since then for this one."""
+        """Whether all replicas that took part in the last step of a quorum wait; before the first such step, all."""
         return self.waiting >= self._expected
 
     def possible(self, absent: int) -> bool:
@@ -131,12 +131,12 @@ class OuterSteps:
         self._step([OuterRates(1.0, 0.0)] * len(self._rates) if average else self._rates)
 
     def _step(self, rates: Sequence[OuterRates]) -> None:
-        shares = [self._ranks[each.replica] / (1 + max(0, self.count - each.since)) for each in self._come]
+        factors = [self._ranks[each.replica] / (1 + max(0, self.count - each.since)) for each in self._come]
         for part, rate in enumerate(rates):
             delta = np.zeros_like(self.weights[part])
-            for share, each in zip(shares, self._come, strict=True):
-                delta += delta.dtype.type(share) * each.values[part]
-            delta /= sum(shares)
+            for factor, each in zip(factors, self._come, strict=True):
+                delta += delta.dtype.type(factor) * each.values[part]
+            delta /= sum(factors)
             changed = self.weights[part].copy()  # Others read the old ones, and messages are under way with them.
             momentum = self.momentum[part]
             if rate.mu and momentum is not None:

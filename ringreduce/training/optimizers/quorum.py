@@ -1,23 +1,25 @@
 """DiLoCo whose outer steps do not wait for all replicas: some make a step, and what comes late is a part of the next.
 
-One rank, the first of the first replica, keeps the weights that replicas agree on. A replica that ends its period sends
-it ``agreed - local``, and gets the weights after the outer step that this is a part of. The keeper makes a step when
-``quorum`` replicas have come. If others came since the step before, it gives them a tenth of the time since then.
+The syncer, on the first rank of the first replica, keeps the weights that replicas agree on. A replica that ends its
+period sends it its difference, ``agreed - local``, and gets the weights after the outer step that this difference is a
+part of. The syncer makes a step when ``quorum`` replicas wait for it. Before that, it gives those that took part in the
+last step a tenth of the time since that step, at most a quarter of the time limit.
 
-A replica that comes after the step is late. It gets the newest weights, whatever it has missed: at once, or with the
-next step if more than half of the time of a step has gone by. What it has learnt is a part of the next step. Let t be
-the outer steps made so far, s those made when the replica began its period, and n the number of its ranks:
+A replica whose difference comes after the step is late. It gets the newest weights, however many steps it has missed:
+at once, or with the next step if more than half of the duration of the last step has passed. Its difference is a part
+of the next step. Let t be the number of outer steps so far, s that at the start of the replica's period, and n the
+number of its ranks:
 
-    share = n / (1 + t - s)
-    delta = sum(share * (agreed - local)) / sum(share)
+    factor = n / (1 + t - s)
+    delta = sum(factor * (agreed - local)) / sum(factor)
 
-The outer step is that of `ringreduce.training.optimizers.local`. So what is late by one step counts by half. Which
-replicas are in time depends on the moment; all that get the weights of a step get the same bits.
+The outer step is that of `ringreduce.training.optimizers.local`. So a difference that is one step late counts by half.
+Which replicas are late may differ from run to run; all that get the weights of a step get the same bits.
 
 Sources:
-    A. Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv 2604.21428: a keeper of the
+    A. Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv 2604.21428: a syncer of the
         weights, the quorum, and time for those who are nearly there.
-    C. Xie, S. Koyejo, I. Gupta, "Asynchronous Federated Optimization", arXiv 1903.03934: shares by age.
+    C. Xie, S. Koyejo, I. Gupta, "Asynchronous Federated Optimization", arXiv 1903.03934: factors by age.
 """
 
 from __future__ import annotations
@@ -33,20 +35,21 @@ from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, Co
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set
 from ringreduce.training.compression import State
-from ringreduce.training.optimizers.keeper import FAILED, Keeper, TagCount, send_all
 from ringreduce.training.optimizers.local import Average, Flat, Fragment, Leaves, LocalTraining, broadcast
 from ringreduce.training.optimizers.outer_steps import Differences, OuterRates, OuterSteps, Wanted
+from ringreduce.training.optimizers.syncer import FAILED, Syncer, TagCount, send_all
 from ringreduce.training.options.local_options import LocalOptions
 
 
 class QuorumTraining(LocalTraining):
-    """What an optimizer of local steps does where an outer step does not wait for all replicas.
+    """Local training whose outer steps do not wait for all replicas.
 
     Args, Attributes:
-        as for `LocalTraining`; ``steps`` are those of the outer steps that this replica goes on from, and its own.
+        as for `LocalTraining`, but ``steps`` differ between replicas: those of the outer steps in this replica's
+        weights, and its own since then.
 
     Raises:
-        ConfigError: there are fewer replicas than ``quorum``; or MPI allows one thread alone.
+        ConfigError: there are fewer replicas than ``quorum``; or MPI lacks MPI_THREAD_MULTIPLE.
     """
 
     def __init__(
@@ -58,9 +61,9 @@ class QuorumTraining(LocalTraining):
         others: Sequence[Average],
         **how: Any,
     ) -> None:
-        self._keeper: Keeper | None = None
+        self._syncer: Syncer | None = None
         self._finalizer: Any = None
-        self._kept = False  # whether the keeper has the weights of this rank; False once these were loaded
+        self._kept = False  # whether the syncer has the weights of this rank; False once these were loaded
         self._loaded = False  # whether this rank has loaded weights that others may not have
         self._begun = False  # whether replicas have agreed on weights
         self._failed: RingReduceError | None = None
@@ -85,8 +88,8 @@ class QuorumTraining(LocalTraining):
             for part in self._buffers:
                 part.average()
             for part in self._parts:
-                part.momentum = None  # The keeper has it.
-        self._begin_to_keep()
+                part.momentum = None  # The syncer has it.
+        self._begin_to_sync()
 
     def after_step(self) -> None:
         self.steps += 1
@@ -112,18 +115,18 @@ class QuorumTraining(LocalTraining):
         if newest < 0:
             self.steps = int(everyone[:, 2].max())
             return True
-        share = 1 / (1 + newest - self._count) if self._begun else 0.0
+        factor = 1 / (1 + newest - self._count) if self._begun else 0.0
         with self._writing():
             for part in self._parts:
-                self._average_again(part, share, root=int(everyone[:, 0].argmax()))
-                self._share_momentum(part, everyone[:, 1])
+                self._average_again(part, factor, root=int(everyone[:, 0].argmax()))
+                self._hand_over_momentum(part, everyone[:, 1])
         self._begun = True
         self._count = newest
         self.steps = self._options.warmup_steps + newest * self._options.period
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        self._keep_momentum()
+        self._take_momentum()
         state = super().state_dict()
         for number, part in enumerate(self._parts):
             if part.momentum is not None:
@@ -153,7 +156,7 @@ class QuorumTraining(LocalTraining):
         return not self._begun and self.steps >= self._options.warmup_steps
 
     def _connect(self) -> None:
-        self._end_keeper()
+        self._end_syncer()
         super()._connect()
         for part in self._averages:
             part.kept = ("then", "agreed")
@@ -168,44 +171,44 @@ class QuorumTraining(LocalTraining):
         self._quorum = min(int(self._options.quorum), len(self._replicas))  # After deaths there may be fewer.
         self._mine = next(members for members in self._replicas if self._communicator.rank in members)
 
-    def _end_keeper(self) -> None:
-        if self._keeper is not None:
+    def _end_syncer(self) -> None:
+        if self._syncer is not None:
             self._finalizer.detach()
-            self._keeper.end()
-            self._keep_momentum()
-        self._keeper = None
+            self._syncer.end()
+            self._take_momentum()
+        self._syncer = None
         self._kept = False
 
-    def _keep_momentum(self) -> None:
-        if self._keeper is not None and self._kept:
-            for part, momentum in zip(self._parts, self._keeper.steps.momentum, strict=True):
+    def _take_momentum(self) -> None:
+        if self._syncer is not None and self._kept:
+            for part, momentum in zip(self._parts, self._syncer.steps.momentum, strict=True):
                 part.momentum = momentum
 
-    def _average_again(self, part: Fragment, share: float, root: int) -> None:
-        """Let all ranks of a new world go on from the newest weights and the average of what each has learnt since.
+    def _average_again(self, part: Fragment, factor: float, root: int) -> None:
+        """Make the weights of all ranks of a new world the newest ones minus the average of the ranks' differences.
 
         Args:
             part: whose weights.
-            share: of what this rank has learnt; 0: it has not begun.
+            factor: of this rank's difference in the average; 0: this rank has not begun.
             root: a rank that has the newest weights.
         """
         newest = np.empty(*part.leaves.find())
         learnt = np.zeros_like(newest)
-        if part.agreed is not None and share:
+        if part.agreed is not None and factor:
             part.leaves.read(learnt)
             np.subtract(part.agreed, learnt, out=learnt)
             newest[:] = part.agreed
         self._run("weights", "weights", partial(broadcast, newest, root))
-        learnt *= share
-        shares = np.array([share])
+        learnt *= factor
+        factors = np.array([factor])
         self._run("learnt", "what each has learnt", lambda ranks: ranks.allreduce(learnt, SUM, out=learnt))
-        self._run("shares", "shares", lambda ranks: ranks.allreduce(shares, SUM, out=shares))
-        newest -= learnt / newest.dtype.type(shares[0])
+        self._run("factors", "factors", lambda ranks: ranks.allreduce(factors, SUM, out=factors))
+        newest -= learnt / newest.dtype.type(factors[0])
         part.leaves.write(newest)
         part.agreed = newest
 
-    def _share_momentum(self, part: Fragment, has_it: Sequence[int]) -> None:
-        """Give the new keeper the momentum of the old one; without that rank it begins anew."""
+    def _hand_over_momentum(self, part: Fragment, has_it: Sequence[int]) -> None:
+        """Give the new syncer the momentum of the old one; without that rank it begins anew."""
         if not any(has_it):
             return
         assert part.agreed is not None
@@ -214,7 +217,7 @@ class QuorumTraining(LocalTraining):
         part.momentum = momentum if self._communicator.rank == self._replicas[0][0] else None
 
     def _exchange(self, wanted: Wanted) -> None:
-        """Give what this replica has learnt, and take over the weights that it goes on from."""
+        """Give the difference of this replica to the syncer, and take over the weights that it sends."""
         if self._failed is not None:
             raise self._failed
         if self._loaded:
@@ -239,7 +242,7 @@ class QuorumTraining(LocalTraining):
     def _answer(self, wanted: Wanted) -> tuple[int, Sequence[Flat]]:
         ranks = self._communicator
         leader, *members = self._mine
-        keeper = self._replicas[0][0]
+        syncer = self._replicas[0][0]
         local = list(map(_values_of, self._parts))
         if ranks.rank != leader:
             for values in local[len(self._fragments) :]:
@@ -249,15 +252,15 @@ class QuorumTraining(LocalTraining):
             self._add_those_of(members, values)
         agreed = [part.agreed for part in self._parts if part.agreed is not None]
         learnt = [old - now for old, now in zip(agreed, local, strict=True)]
-        if ranks.rank == keeper:
-            self._begin_to_keep()
-            assert self._keeper is not None
+        if ranks.rank == syncer:
+            self._begin_to_sync()
+            assert self._syncer is not None
             loaded = agreed if Wanted.LOADED in wanted else ()
-            answer = self._keeper.exchange(Differences(0, self._count, wanted, learnt, loaded))
+            answer = self._syncer.exchange(Differences(0, self._count, wanted, learnt, loaded))
         else:
             arrays = [np.array([self._count, wanted], np.int64), *learnt, *(agreed if Wanted.LOADED in wanted else ())]
-            sent = [ranks.isend(each, keeper, self._tags.differences) for each in arrays]
-            answer = self._receive(keeper)
+            sent = [ranks.isend(each, syncer, self._tags.differences) for each in arrays]
+            answer = self._receive(syncer)
             for message in sent:
                 message.wait()
         for message in [each for member in members for each in send_all(ranks, answer, member, self._tags.weights)]:
@@ -282,8 +285,8 @@ class QuorumTraining(LocalTraining):
             self._communicator.recv(each, rank, self._tags.weights)
         return int(count[0]), weights
 
-    def _begin_to_keep(self) -> None:
-        """Let the keeper keep the weights of this rank, if this is its rank and replicas have agreed on some."""
+    def _begin_to_sync(self) -> None:
+        """Let the syncer keep the weights of this rank, if this is its rank and replicas have agreed on some."""
         if self._kept or not self._begun or self._communicator.rank != self._replicas[0][0]:
             return
         self._kept = True
@@ -295,12 +298,12 @@ class QuorumTraining(LocalTraining):
             quorum=self._quorum,
             count=self._count,
         )
-        if self._keeper is not None:
-            self._keeper.go_on_from(steps)
+        if self._syncer is not None:
+            self._syncer.go_on_from(steps)
             return
         leaders = [members[0] for members in self._replicas]
-        self._keeper = Keeper(self._communicator, leaders, steps, self._tags)
-        self._finalizer = weakref.finalize(self, self._keeper.stop)
+        self._syncer = Syncer(self._communicator, leaders, steps, self._tags)
+        self._finalizer = weakref.finalize(self, self._syncer.stop)
 
 
 def _values_of(part: Fragment) -> Flat:

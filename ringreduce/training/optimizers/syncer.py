@@ -1,6 +1,6 @@
-"""What keeps the weights of DiLoCo with a quorum, in a thread of one rank; see `ringreduce.training.optimizers.quorum`.
+"""The syncer of DiLoCo with a quorum, a thread of one rank; see `ringreduce.training.optimizers.quorum`.
 
-It receives what each replica has learnt, makes the outer steps, and sends their weights.
+It receives the replicas' differences, makes the outer steps, and sends the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAP_S = 1e-3  # between two looks for messages, which have nothing to sleep on
 
 
 class Tags(NamedTuple):
-    """The tags of messages to the keeper, from it, and to the first rank of a replica."""
+    """The tags of differences to the syncer, of weights from it or a first rank, and of buffers to a first rank."""
 
     differences: int
     weights: int
@@ -94,7 +94,7 @@ class _Incoming:
         return self._communicator.irecv(array, self._source, self._tag)
 
 
-class Keeper:
+class Syncer:
     """Keeps the weights that replicas agree on, in a thread of its rank.
 
     Args:
@@ -119,12 +119,12 @@ class Keeper:
         self._over = False
         self._began = time.monotonic()  # when replicas got the weights of the last step
         self._took_s = 0.0  # from one step to the next
-        self._deadline: float | None = None  # when to make the next step, whoever is there
+        self._deadline: float | None = None  # when to make the next step, even if expected replicas are missing
         self._thread = threading.Thread(target=self._work, name="ringreduce outer steps", daemon=True)
         self._thread.start()
 
     def exchange(self, differences: Differences) -> tuple[int, Sequence[Flat]]:
-        """Take what the replica of this rank has learnt; return the number of steps and the weights it goes on from."""
+        """Take the difference of this rank's replica; return how many outer steps there are, and their weights."""
         messages = self._communicator.point_to_point
         assert messages is not None
         with self._changed:
