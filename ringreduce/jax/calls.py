@@ -225,16 +225,15 @@ def exchange(call: CompiledCall, sent: Sequence[Host], received: Sequence[Host])
 def _exchange_pair(call: CompiledCall, given: Host | None, taken: Host | None) -> None:
     ranks = _messages(call)
     dest, source = (PROC_NULL if peer is None else peer for peer in call.peers)
-    came = None if taken is None else taken.copy()
-    if came is None:
+    if taken is None:
         assert given is not None
         ranks.send(given.copy(), dest, call.tag)
         return
+    came = taken.copy() if source is PROC_NULL else np.empty_like(taken)
     if given is None:
         ranks.recv(came, source, call.tag)
     else:
         ranks.sendrecv(given.copy(), dest, came, source, call.tag)
-    assert taken is not None
     np.copyto(taken, came)
 
 

@@ -29,11 +29,10 @@ from ringreduce.jax.private import let_messages_into_gradients
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet, require_process_set
 from ringreduce.training.binding.error_text import raise_unseen
+from ringreduce.transport.array_notes import OWN_TAGS
 from ringreduce.transport.point_to_point import PROC_NULL, NoRank
 
 Peer = int | NoRank
-
-_OWN_TAGS = 1 << 62  # Tags from here on are no program's.
 
 let_messages_into_gradients()
 
@@ -93,7 +92,7 @@ def _exchange(
     if (peers[0] == mine) != (peers[1] == mine):
         raise ConfigError("messages go to other ranks; sendrecv takes this rank as dest and source")
     tag = whole_number("tag", tag, 0)
-    if tag >= _OWN_TAGS:
+    if tag >= OWN_TAGS:
         raise ConfigError(f"a tag is less than 2^62, got {tag}")
     if peers == [None, None]:
         return jax.tree.unflatten(structure, rooms)

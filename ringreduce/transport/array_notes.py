@@ -15,6 +15,9 @@ from ringreduce.buffers import DType, described
 # A note: the tag, the head of the kind, then the array itself if it is small, else its number.
 TAG = struct.Struct("<q")
 LAST_TAG = (1 << 63) - 1
+
+#: Tags from here on are the library's own; `ringreduce.scan` has the last.
+OWN_TAGS = 1 << 62
 HEAD = struct.Struct("<qH")  # How many bytes follow, and how long the description is.
 NUMBER = struct.Struct("<q")
 SMALL = 4096  # Up to so many bytes travel in the note itself;

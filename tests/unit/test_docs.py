@@ -232,7 +232,7 @@ def test_the_messages_of_errors_are_those_of_the_code() -> None:
 
 
 def test_the_pictures_show_the_figures_of_the_page() -> None:
-    """docs/site/speed.py draws docs/steps.svg, docs/speed.svg and docs/local.svg."""
+    """docs/site/speed.py draws docs/steps.svg, speed.svg, local.svg and quorum.svg."""
     command = [sys.executable, str(ROOT / "docs" / "site" / "speed.py"), "--check"]
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
 

@@ -18,11 +18,11 @@ from ringreduce.collectives.send_recv import PendingMessage
 from ringreduce.common.errors import RingReduceError
 from ringreduce.training.optimizers.local import Flat
 from ringreduce.training.optimizers.outer_steps import Differences, OuterSteps, Wanted
+from ringreduce.transport.array_notes import OWN_TAGS
 
 #: In place of the number of outer steps.
 FAILED = -1
 
-_OWN_TAGS = 1 << 62  # Tags from here on are no program's; `ringreduce.scan` has the last.
 _AT_ONCE = 0.5  # of the time of a step: a replica that is late by less gets weights at once
 _GRACE = 0.1  # of the time since the last step, for replicas that are expected
 _MOST_GRACE = 0.25  # of the time limit
@@ -46,7 +46,7 @@ class TagCount:
     def next_tags(self) -> Tags:
         """Return tags that no other optimizer has."""
         self._trainings += 1
-        return Tags(*(_OWN_TAGS + 3 * self._trainings + place for place in range(3)))
+        return Tags(*(OWN_TAGS + 3 * self._trainings + place for place in range(3)))
 
 
 class _Incoming:
