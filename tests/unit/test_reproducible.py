@@ -28,7 +28,7 @@ FORMATS = {
     np.dtype(np.float64): (53, -1074, 1024),
 }
 DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=str)
-WORLDS = [(1, None), (2, 1), (3, 2), (4, None), (7, None), (7, 2)]
+WORLDS = [(1, None), (2, None), (2, 1), (3, 2), (4, None), (7, None), (7, 2)]
 
 
 def rounded(exact: Fraction, dtype: Any) -> float:
@@ -288,6 +288,9 @@ def test_nans_and_infinities(node_size: int | None, dtype: Any) -> None:
         assert_bits(sums_of_ranks(terms[list(order)], node_size), answer)
         assert_bits(sums_in_place(terms[list(order)], node_size), answer)
         assert_bits(sums_of_samples([[order[0]], list(order[1:])], terms, node_size), answer)
+    answer = np.array([nan, inf, -inf, nan, nan, nan, 3]).astype(dtype)
+    assert_bits(sums_of_ranks(terms[:2], node_size), answer)
+    assert_bits(sums_in_place(terms[1::-1], node_size), answer)
 
 
 @DTYPES
@@ -295,6 +298,8 @@ def test_zeros_sum_to_positive_zero(dtype: Any) -> None:
     """Of either sign, on all ranks, and where nothing was added."""
     zeros = np.array([[0.0, -0.0, 0.0], [0.0, -0.0, -0.0]]).astype(dtype)
     assert_bits(sums_of_ranks(zeros), np.zeros(3, dtype))
+    assert_bits(sums_of_ranks(np.concatenate([zeros, zeros])), np.zeros(3, dtype))
+    assert_bits(sums_of_ranks(zeros[1:]), np.zeros(3, dtype))
     assert_bits(sums_of_samples([[0, 1], []], zeros), np.zeros(3, dtype))
     assert_bits(sums_of_samples([[], []], zeros), np.zeros(3, dtype))
 
@@ -307,7 +312,8 @@ def test_zeros_sum_to_positive_zero(dtype: Any) -> None:
 def test_shapes(dtype: Any, shape: tuple[int, ...]) -> None:
     """Scalars and empty arrays are arrays too."""
     terms = np.ones((3, *shape)).astype(dtype)
-    assert_bits(sums_of_ranks(terms), np.full(shape, 3.0).astype(dtype))
+    for size in (1, 2, 3):
+        assert_bits(sums_of_ranks(terms[:size]), np.full(shape, float(size)).astype(dtype))
     assert_bits(sums_of_samples([[0, 1, 2], []], terms), np.full(shape, 3.0).astype(dtype))
 
 
@@ -347,6 +353,9 @@ def test_out_may_overlap_and_inputs_stay(monkeypatch: pytest.MonkeyPatch) -> Non
         kept = memory.copy()
         reproducible_allreduce(communicator, memory)
         assert memory.tobytes() == kept.tobytes()
+        strided = np.zeros(18, np.float32)[::2]
+        reproducible_allreduce(communicator, memory, out=strided)
+        assert strided.tobytes() == (2 * kept).tobytes()
 
     run_ranks(2, run)
 

@@ -7,8 +7,11 @@ however much cancels on the way.
 
 The words of one block of `BLOCK` elements cover the bits from the lowest that any rank has set there to the highest.
 The ranks agree on these bounds by a maximum, first. The bounds do depend on how the terms are spread over ranks; the
-sum does not, as nothing is ever cut off. A word has
-62 - b bits of its own, b being those of the number of ranks, so that sums of words do not overflow.
+sum does not, as nothing is ever cut off. A word has 62 - b bits of its own, b being those of the number of ranks, so
+that sums of words do not overflow.
+
+Two cases are as exact, and quicker. Where float64 has all bits of a group and of its sums, it is summed in place of
+words. And the plain sum of two floats is rounded once, so at two ranks an ordinary allreduce makes it.
 
 Bytes: 12 for every block to agree, then 8 per element for each word that the widest block of a group needs. Normally
 distributed values take one word in the types up to 32 bits and two in float64: 2 times the bytes of a plain allreduce
@@ -25,7 +28,8 @@ sums never do.
 Source of the idea to sum floats as integers on a grid: U. Kulisch, "Very fast and exact accumulation of products",
 Computing 91 (2011), doi:10.1007/s00607-010-0131-2. Rounding to odd, which lets a value be rounded twice as if once:
 S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE
-Transactions on Computers 57 (2008), doi:10.1109/TC.2007.70819.
+Transactions on Computers 57 (2008), doi:10.1109/TC.2007.70819. That two 16-bit floats may be added in float32: S. A.
+Figueroa, "When is double rounding innocuous?", ACM SIGNUM Newsletter 30 (1995), doi:10.1145/221332.221334.
 """
 
 from __future__ import annotations
@@ -43,11 +47,15 @@ from ringreduce.common.errors import UnsupportedBufferError
 from ringreduce.common.partition import pieces
 from ringreduce.common.reduce_ops import MAX, SUM
 
+#: The plain sum of so many floats is rounded once.
+_ROUNDED_ONCE = 2
 #: Elements that share the bounds of their bits; a few float64 arrays of this length stay in L2.
 BLOCK = 1 << 14
 #: Blocks that are sent in one allreduce (a group), all with as many words as the widest needs.
 GROUP = 32
 
+#: Significant bits of float64.
+_DIGITS = 53
 _LIMB = 40  # Bits of an accumulator's words.
 _TERMS = 1 << 22  # So many terms can be added before carries: 2^(40 + 22) fits into 63 bits.
 _WORD = 62  # Bits of a word on the wire, those of the ranks' sum included.
@@ -89,11 +97,14 @@ def reproducible_allreduce(
         result = like(array) if out is None else out
         target = _target(result, source.shape, source.dtype)
         values = source.flat()
-        if out is not None and out is not array and np.may_share_memory(values, target.view):
+        overlaps = out is not None and out is not array and np.may_share_memory(values, target.view)
+        if overlaps:
             values = values.copy()
     _require_agreement(communicator, target)
-    if whole:
+    if whole or (communicator.size <= _ROUNDED_ONCE and not overlaps):
         communicator.allreduce(array, SUM, out=result, algorithm=algorithm)
+        if not whole:
+            _make_plain_sum_canonical(target)
     else:
         blocks = [_Term(values[piece], source.dtype) for piece in pieces(0, source.count, BLOCK)]
         _merge(communicator, blocks, target, algorithm=algorithm)
@@ -183,6 +194,15 @@ def _merge_group(
     places = list(pieces(0, part.size, BLOCK))
     lows = [-negated for _, negated, _ in windows.tolist()]
     widths = [max(0, top + negated) for top, negated, _ in windows.tolist()]
+    # NumPy rounds float64 to float32 first on its way to bfloat16.
+    if max(widths) + communicator.size.bit_length() <= _DIGITS and dtype.name != "bfloat16":
+        sums = np.empty(part.size)
+        for block, place, low in zip(blocks, places, lows, strict=True):
+            block.store(sums[place], low)
+        communicator.allreduce(sums, SUM, out=sums, algorithm=algorithm)
+        _make_canonical(sums)
+        np.copyto(part, sums, casting="unsafe")
+        return
     counts = [-(-width // radix) for width in widths]
     words = np.zeros((max(counts), part.size), np.int64)
     special = np.zeros(part.size if windows[:, 2].any() else 0, np.float32)
@@ -195,9 +215,8 @@ def _merge_group(
         special[np.isnan(special)] = np.nan  # The sign and payload of the sum may depend on the order.
     if words.size:
         communicator.allreduce(words, SUM, out=words, algorithm=algorithm)
-    for place, low, width, count in zip(places, lows, widths, counts, strict=True):
-        exact = width + communicator.size.bit_length() <= 53
-        total = _rounded(words[:count, place], low, radix, dtype=dtype, exact=exact)
+    for place, low, count in zip(places, lows, counts, strict=True):
+        total = _rounded(words[:count, place], low, radix, dtype)
         if special.size:
             total = np.where(special[place] == 0, total, special[place])
         narrow(total, dtype, part[place])
@@ -206,6 +225,26 @@ def _merge_group(
 def _require_agreement(communicator: Communicator, target: Operand) -> None:
     """Raise `MismatchError` on all ranks if shapes or dtypes differ."""
     communicator.rendezvous(f"{_NAME}(shape {'x'.join(map(str, target.shape)) or 'scalar'}, {target.dtype.name})")
+
+
+@np.errstate(all="ignore")
+def _make_plain_sum_canonical(target: Operand) -> None:
+    """Make zeros of a plain sum positive, and all NaNs the same."""
+    flat = target.flat()
+    wide = widen(flat, target.dtype) if target.dtype.half else flat
+    _make_canonical(wide)
+    if wide is not flat:
+        narrow(wide, target.dtype, flat)
+    if not target.contiguous:
+        np.copyto(target.view, flat.reshape(target.shape))
+
+
+def _make_canonical(values: Array) -> None:
+    """Make zeros positive, and all NaNs the same."""
+    np.add(values, 0, out=values)
+    nans = np.isnan(values)
+    if nans.any():
+        values[nans] = np.nan
 
 
 # ---- floats to words ----
@@ -238,6 +277,10 @@ class _Term:
         digits, least = _FORMATS[self._dtype.name]
         low = max(math.frexp(smallest)[1] - digits, least)
         return math.frexp(largest)[1], -low, int(special)
+
+    def store(self, target: Array, low: int) -> None:
+        """Store the terms, which float64 holds."""
+        np.copyto(target, self._wide())
 
     def fill(self, words: Sequence[Array] | Array, low: int, radix: int) -> None:
         """Add what is finite to words: row i counts units of 2^(low + i radix)."""
@@ -312,6 +355,12 @@ class _Limbs:
                 lows.append(index * _LIMB + (bits & -bits).bit_length() - 1)
         return max(tops), -min(lows), int(self._special is not None)
 
+    def store(self, target: Array, low: int) -> None:
+        words = np.zeros((1, self._size), np.int64)
+        self.fill(words, low, _WORD)
+        np.ldexp(words[0], low, out=target)
+        self.mark(target)
+
     def fill(self, words: Array, low: int, radix: int) -> None:
         for index, word in self._words.items():
             if not word.any():
@@ -344,11 +393,10 @@ def _scaled(values: Array, exponent: int) -> Array:
     return values * 2.0 ** (exponent // 2) * 2.0 ** (exponent - exponent // 2)
 
 
-def _rounded(words: Array, low: int, radix: int, dtype: DType, *, exact: bool) -> Array:
+def _rounded(words: Array, low: int, radix: int, dtype: DType) -> Array:
     """Return the words' sum, rounded once: as float64, but for 16-bit floats as float32.
 
-    It still has to be rounded to ``dtype``, with the same result as if that had been the only time. ``exact`` says that
-    float64 holds every sum.
+    It still has to be rounded to ``dtype``, with the same result as if that had been the only time.
     """
     if not len(words):
         return np.zeros(words.shape[1], np.float32)
@@ -360,7 +408,7 @@ def _rounded(words: Array, low: int, radix: int, dtype: DType, *, exact: bool) -
         words -= sign
         leading, exponent = _leading(_carried(words, radix), exponent, radix)
         leading = (leading ^ sign) - sign
-    kept = leading.astype(np.float64) if exact and not dtype.half else _to_odd(leading, dtype)
+    kept = _to_odd(leading, dtype)
     return _scaled(kept, exponent) if isinstance(exponent, int) else np.ldexp(kept, exponent)
 
 
