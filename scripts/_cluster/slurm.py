@@ -35,7 +35,7 @@ SlurmctldLogFile=/var/log/slurmctld.log
 SlurmdLogFile=/var/log/slurmd.log
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+KillWait=20
 JobRequeue=1
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 PreemptType=preempt/partition_prio
