@@ -39,10 +39,14 @@ def _complete(taker: Any, function: Any) -> None:
         name, _, method = ast.unparse(getattr(call, "func", call)).partition(".")
         if name in _DECLARED and method == "taken" and taker.docstring is not None:
             assert isinstance(call, ast.Call)
-            places, named = _DECLARED[name].names(*map(ast.literal_eval, call.args))
+
+            def stub(*places: Any, **options: Any) -> None: ...
+
+            stub.__doc__ = taker.docstring.value
+            taken = _DECLARED[name].taken(*map(ast.literal_eval, call.args))(stub)
             own = {each.arg: ast.unparse(each.value) for each in call.keywords}
-            taker.docstring.value = _DECLARED[name].described(taker.docstring.value, (*places, *named))
-            _add(function.parameters, _DECLARED[name].parameters(places, named), own)
+            taker.docstring.value = taken.__doc__ or ""
+            _add(function.parameters, [*inspect.signature(taken).parameters.values()], own)
 
 
 def _add(parameters: griffe.Parameters, declared: list[inspect.Parameter], defaults: dict[str, str]) -> None:
