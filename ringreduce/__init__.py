@@ -52,7 +52,6 @@ from ringreduce.launcher.function import run
 from ringreduce.observe.job.job_report import JobReport
 from ringreduce.observe.seen.metrics import Metrics
 from ringreduce.runtime import (
-    Recovery,
     add_process_set,
     audit,
     audited,
@@ -114,6 +113,7 @@ from ringreduce.runtime.blocking import (
     sendrecv,
     world,
 )
+from ringreduce.runtime.process import Recovery
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.calls.averages import weighted_average
 from ringreduce.training.calls.objects import allgather_object, broadcast_object

@@ -24,7 +24,6 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, NamedTuple
 
 from ringreduce.common.files import is_own_file, lock_file
@@ -33,11 +32,8 @@ from ringreduce.common.keys import Secret
 _WHOLE = re.compile(rb'(\{.*), "hash": "([0-9a-f]{64})"\}', re.DOTALL)
 _SIGNED = re.compile(rb'(\{.*), "signature": "([0-9a-f]{64})", "hash": "[0-9a-f]{64}"\}', re.DOTALL)
 _BEGIN = b'{"line": '
-_TYPES = {
-    **dict.fromkeys(("before", "event", "world", "time", "host"), str),
-    **dict.fromkeys(("line", "pid"), int),
-    **{"ranks": list, "facts": dict},
-}
+_TYPES: dict[str, type] = {"line": int, "pid": int, "ranks": list, "facts": dict}
+_TYPES |= dict.fromkeys(("before", "event", "world", "time", "host"), str)
 _LOCK_S = 2.0
 _TAIL_NBYTES = 1 << 16
 
@@ -190,8 +186,8 @@ class ChainedFile:
         """Append lines.
 
         Args:
-            entries: their entries, but for those of the chain.
-            new_in: append only what no other line of this world says; None: all.
+            entries: their entries, but for those of the chain; of several that say the same, one is appended.
+            new_in: append only what no other line of this world says; None: whatever these say.
 
         Raises:
             OSError: the file cannot be written or locked, is a link or no file, belongs to another user or others may
@@ -205,9 +201,8 @@ class ChainedFile:
                 if not recorded:
                     raise FileNotFoundError("the record of rank 0 is not there")
             for entry in entries:
-                if not recorded or _fact_text(entry) not in recorded:
+                if _fact_text(entry) not in recorded:
                     _append(file, entry, self.key)
-                if recorded:
                     recorded.add(_fact_text(entry))
 
     @contextmanager
@@ -245,7 +240,7 @@ def _append(file: int, entry: Mapping[str, Any], key: Secret | None) -> None:
         nbytes = os.fstat(file).st_size
         number, before, halves, tail = _end_of(file, nbytes)
         cut = {"cut": _digest_of(halves)} if halves else {}
-        body = json.dumps({"line": number + 1, "before": before, **entry, **cut}, default=plain).encode()
+        body = json.dumps({"line": number + 1, "before": before, **entry, **cut}).encode()
         if key is not None:
             body = body[:-1] + b', "signature": "%s"}' % _signature(body, key)
         data = tail + body[:-1] + f', "hash": "{_digest(body)}"}}\n'.encode()
@@ -284,8 +279,3 @@ def _end_of(file: int, nbytes: int) -> tuple[int, str, list[bytes], bytes]:
 def _fact_text(line: Mapping[str, Any]) -> str:
     """Return what a line says, equal for all ranks that say it."""
     return json.dumps([line["event"], line["facts"]], sort_keys=True)
-
-
-def plain(value: Any) -> Any:
-    """Return a setting as JSON says it."""
-    return value.value if isinstance(value, Enum) else str(value)

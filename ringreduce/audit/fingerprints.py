@@ -14,8 +14,8 @@ import numpy as np
 from ringreduce.buffers import Operand
 from ringreduce.common.arguments import shape_text
 from ringreduce.common.errors import ConfigError, UnsupportedBufferError
+from ringreduce.common.files import sha256_of
 
-_CHUNK_NBYTES = 1 << 20
 #: Types of which `repr` says the whole value, on all machines.
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
@@ -55,11 +55,8 @@ def fingerprint(value: Any) -> str:
 
 
 def _of_file(path: str) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return sha256_of(file)
 
 
 def _files(folder: str) -> list[str]:

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from typing import Any
+
+from ringreduce.common.files import sha256_of
 
 _LIMIT_S = 30.0  # of each command of git
 _MOST_NAMES = 20
@@ -36,7 +38,7 @@ def origins() -> dict[str, Any]:
         path = os.path.abspath(main)
         folder = os.path.dirname(path)
         with open(path, "rb") as file:
-            script = {"path": path, "sha256": hashlib.sha256(file.read()).hexdigest()}
+            script = {"path": path, "sha256": sha256_of(file)}
     here = None
     with suppress(FileNotFoundError):  # it was removed
         here = os.getcwd()
@@ -80,18 +82,10 @@ def _git(folder: str, *words: str) -> bytes:
 
 
 def _packages() -> dict[str, Any]:
-    versions: dict[str, str] = {}
-    elsewhere = set()
+    found: dict[str, Distribution] = {}
     for each in distributions():
-        name = each.metadata["Name"]
-        if not name or name in versions:  # what is left of one, or what another folder hides
-            continue
-        versions[name] = each.version
-        if each.read_text("direct_url.json") is not None:
-            elsewhere.add(name)
-    lines = "".join(f"{name}=={versions[name]}\n" for name in sorted(versions))
-    return {
-        "sha256": hashlib.sha256(lines.encode()).hexdigest(),
-        "versions": {name: versions[name] for name in sorted(versions)},
-        "elsewhere": sorted(elsewhere),
-    }
+        found.setdefault(each.metadata["Name"], each)  # the first one hides those of later folders
+    versions = {name: found[name].version for name in sorted(filter(None, found))}  # without what is left of one
+    lines = "".join(f"{name}=={version}\n" for name, version in versions.items())
+    elsewhere = [name for name in versions if found[name].read_text("direct_url.json") is not None]
+    return {"sha256": hashlib.sha256(lines.encode()).hexdigest(), "versions": versions, "elsewhere": elsewhere}

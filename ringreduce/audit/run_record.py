@@ -43,7 +43,7 @@ from dataclasses import fields
 from datetime import datetime, timezone
 from typing import Any
 
-from ringreduce.audit.chain import ChainedFile, plain
+from ringreduce.audit.chain import ChainedFile
 from ringreduce.common.config import VERSION, Config
 from ringreduce.common.errors import ChangedMessageError, ConfigError, RingReduceError
 from ringreduce.common.instruments import mean_values
@@ -149,7 +149,7 @@ class AuditRecord:
             "ranks": [self._rank],
             "host": platform.node(),
             "pid": os.getpid(),
-            "facts": json.loads(json.dumps(facts, default=plain)),  # as they are now
+            "facts": json.loads(json.dumps(facts, default=str)),  # as they are now
         }
 
     def append(self, event: str, facts: Mapping[str, Any]) -> None:

@@ -114,14 +114,7 @@ class Bench:
         if algorithms == ["all"] and not collective.point_to_point:
             algorithms = self._world.algorithms(collective.name)
         ops = settings.ops if collective.reduces else (None,)
-        wanted = list(
-            sizes(
-                settings.min_nbytes,
-                settings.max_nbytes,
-                step_nbytes=settings.step_nbytes,
-                step_factor=settings.step_factor,
-            )
-        )
+        wanted = list(sizes(settings.min_nbytes, settings.max_nbytes, settings.step_nbytes, settings.step_factor))
         for type_name, op_name in itertools.product(settings.types, ops):
             shared = collective, type_name, op_name, settings.root, self._world.size
             # All sizes below one element per rank are the same case.
@@ -172,17 +165,7 @@ class Bench:
         name, transport = self._device.path(case, self._name(case, algorithm), asked)
         nwrong = sum(wrong) if wrong else None
         peers = {} if alone else {peer: found.get(peer) for peer in settings.peers}
-        return Result(
-            case,
-            name,
-            transport=transport,
-            buffers=settings.buffers,
-            in_place=in_place,
-            time=mine,
-            nwrong=nwrong,
-            bound_share=share,
-            peers=peers,
-        )
+        return Result(case, name, transport, settings.buffers, in_place, mine, nwrong, share, peers)
 
     def _name(self, case: Case, algorithm: str) -> str:
         """Return the name of the algorithm that runs on arrays in host memory."""

@@ -129,14 +129,7 @@ class Case:
         """Make the largest case of at most ``nbytes`` bytes, but never an empty one."""
         parts = nranks if collective.divided else 1
         count = max(1, nbytes // (TYPES[type_name].itemsize * parts))
-        return cls(
-            collective,
-            type_name,
-            op_name=op_name if collective.reduces else None,
-            root=root,
-            nranks=nranks,
-            count=count,
-        )
+        return cls(collective, type_name, op_name if collective.reduces else None, root, nranks, count)
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -181,10 +181,9 @@ class OnHost:
         """Let ``write`` fill an array: itself or, if that is out of its reach, a NumPy array that is copied there."""
         write(array)
 
-    def fetch(self, array: Any) -> Array:
+    def fetch(self, array: Array) -> Array:
         """Return the content once all that was enqueued is done; maybe the array itself."""
-        found: Array = array
-        return found
+        return array
 
     def bounds(self, case: Case) -> list[Contender]:
         """Return what a case has to do at least on its node; the fastest is the bound there. Collective."""

@@ -106,17 +106,7 @@ class Summary:
         """Summarise a vector of at least one time in seconds, each of so many equal parts: what one of these takes."""
         us = np.asarray(seconds, np.float64) * 1e6 / parts
         low, median, p90, p95, p99, high = np.percentile(us, [0, 50, 90, 95, 99, 100]).tolist()
-        return cls(
-            us.size,
-            low,
-            median=median,
-            mean=float(us.mean()),
-            p90=p90,
-            p95=p95,
-            p99=p99,
-            max=high,
-            deviation=float(us.std()),
-        )
+        return cls(us.size, low, median, float(us.mean()), p90, p95, p99, high, float(us.std()))
 
     @property
     def variation(self) -> float:

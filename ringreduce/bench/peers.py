@@ -133,15 +133,7 @@ class MpiPeer:
         def exchange(sent: Array, to: int, got: Array, source: int) -> None:
             comm.Sendrecv(sent, to, 0, got, source, 0)
 
-        return LibraryMessages(
-            comm.Send,
-            comm.Recv,
-            exchange=exchange,
-            isend=comm.Isend,
-            irecv=comm.Irecv,
-            wait=wait,
-            answer=np.zeros(1, np.uint8),
-        )
+        return LibraryMessages(comm.Send, comm.Recv, exchange, comm.Isend, comm.Irecv, wait, np.zeros(1, np.uint8))
 
     def _can(self, case: Case) -> bool:
         """Try the operation on one element: what MPI takes depends on the library and how it was built."""
@@ -239,15 +231,8 @@ def _gloo_messages() -> LibraryMessages:
         for work in works:
             work.wait()
 
-    return LibraryMessages(
-        dist.send,
-        dist.recv,
-        exchange=exchange,
-        isend=dist.isend,
-        irecv=dist.irecv,
-        wait=wait,
-        answer=torch.zeros(1, dtype=torch.uint8),
-    )
+    answer = torch.zeros(1, dtype=torch.uint8)
+    return LibraryMessages(dist.send, dist.recv, exchange, dist.isend, dist.irecv, wait, answer)
 
 
 class StagedMpi(MpiPeer):

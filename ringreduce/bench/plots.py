@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ringreduce.bench.formats import cells_of
 from ringreduce.bench.results import Report
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import replace_file
+from ringreduce.common.files import write_file
 from ringreduce.common.html_pages import COLOURS, html_page, html_table
 from ringreduce.common.quantities import format_nbytes
 
@@ -149,29 +149,19 @@ def figure(report: Report) -> Figure:
     return drawn
 
 
-def save(report: Report, path: str) -> None:
-    """Write the picture of a report to a file; its name says whether as PNG, SVG or PDF.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
-    write(figure(report), path)
-
-
 def write(drawn: Figure, path: str) -> None:
     """Write a picture to a file; its name says whether as PNG, SVG or PDF.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
-        kind = Path(path).suffix.removeprefix(".").lower()
-        if kind == "svg":
-            replace_file(Path(path), lambda file: file.write(to_svg(drawn).encode()), durable=False)
-        else:
-            replace_file(Path(path), lambda file: drawn.savefig(file, format=kind, dpi=150), durable=False)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    kind = Path(path).suffix.removeprefix(".").lower()
+    if kind == "svg":
+        write_file(path, to_svg(drawn).encode())
+    else:
+        picture = io.BytesIO()
+        drawn.savefig(picture, format=kind, dpi=150)
+        write_file(path, picture.getvalue())
 
 
 def page(reports: Sequence[Report]) -> str:

@@ -55,34 +55,24 @@ class Settings:
     """
 
     collective: str
+    # As in `Config`, a row is to be read at once.
+    # fmt: off
     min_nbytes: int = option("-b --minbytes", parse_nbytes, 32 << 20, "First size; takes K, M, G.", unset="32M")
-    max_nbytes: int = option(
-        "-e --maxbytes",
-        parse_nbytes,
-        32 << 20,
-        "Last size, measured too if jumped over.",
-        unset="32M, or --minbytes",
-    )
+    max_nbytes: int = option("-e --maxbytes", parse_nbytes, 32 << 20, "Last size, measured too if jumped over.",
+        unset="32M, or --minbytes")
     step_nbytes: int | None = option("-i --stepbytes", parse_nbytes, None, "From size to size, add this much ...")
     step_factor: int = option("-f --stepfactor", WholeNumber(2), 2, "... or multiply by it.")
     iterations: int | None = option("-n --iters", WholeNumber(1), None, "Timed iterations.", unset="300 to 16, by size")
-    warmup: int | None = option(
-        "-w --warmup_iters", WholeNumber(0), None, "Calls before the timed ones.", unset="10 or 3, by size"
-    )
-    aggregated: int = option(
-        "-m --agg_iters",
-        WholeNumber(1),
-        1,
-        "Calls in a row that are timed as one; the figure is that of one of them.",
-    )
-    cycles: int = option(
-        "-N --run_cycles", WholeNumber(0), 1, "Measure everything so often; 0: until it is interrupted."
-    )
+    warmup: int | None = option("-w --warmup_iters", WholeNumber(0), None, "Calls before the timed ones.",
+        unset="10 or 3, by size")
+    aggregated: int = option("-m --agg_iters", WholeNumber(1), 1,
+        "Calls in a row that are timed as one; the figure is that of one of them.")
+    cycles: int = option("-N --run_cycles", WholeNumber(0), 1,
+        "Measure everything so often; 0: until it is interrupted.")
     check: int = option("-c --check", WholeNumber(0), 1, "Verify so often, and after; 0: never.")
     ops: tuple[str, ...] = option("-o --op", _names(OPS, tuple(OPS)), ("sum",), "Operations, or all.", unset="sum")
-    types: tuple[str, ...] = option(
-        "-d --datatype", _names(TYPES, NCCL_TYPES), ("float",), "Types, or all (those of nccl-tests).", unset="float"
-    )
+    types: tuple[str, ...] = option("-d --datatype", _names(TYPES, NCCL_TYPES), ("float",),
+        "Types, or all (those of nccl-tests).", unset="float")
     root: int = option("-r --root", WholeNumber(0), 0, "Of broadcast, reduce, gather and scatter.")
     algorithm: str = option("--algorithm", str, "auto", "auto, all, or a name as `explain` prints it.")
     shared_buffers: bool = False
@@ -91,12 +81,9 @@ class Settings:
     format: str = option("--format", OneOf(("nccl", "short", "json", "csv")), "nccl", "Layout; short fits a terminal.")
     output_file: str | None = option("-J --output_file", PathOf(), None, "Write the JSON report there as well.")
     per_iteration: bool = option("-I --per_iter_timing", switch, False, "Show how the iterations' times spread.")
-    device: str = option(
-        "--device",
-        OneOf(("cpu", "cuda")),
-        "cpu",
-        "Where the arrays are; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.",
-    )
+    device: str = option("--device", OneOf(("cpu", "cuda")), "cpu",
+        "Where the arrays are; on GPUs, which the ranks of a node take in turn, private ones are CuPy's own.")
+    # fmt: on
 
     @property
     def buffers(self) -> str:

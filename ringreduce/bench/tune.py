@@ -238,12 +238,8 @@ class _Tuning:
             MeasuredSize(nbytes, tuple(starmap(Candidate.of_times, times.items())))
             for nbytes, times in self._times.items()
         )
-        return Table(
-            Key(self.communicator.topology, self.communicator.library),
-            self._model,
-            rows=tuple(rows),
-            busy_cores=busy_cores,
-        )
+        key = Key(self.communicator.topology, self.communicator.library)
+        return Table(key, self._model, tuple(rows), busy_cores)
 
     def _probe(self, nbytes: int) -> None:
         self._time(self._probes, nbytes, names=self._names, iterations=_PROBES)

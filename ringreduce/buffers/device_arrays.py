@@ -107,7 +107,7 @@ class DeviceOperand:
         torch: Any = sys.modules.get("torch")
         if is_tensor(self.array, torch):
             return torch.empty(dims, dtype=getattr(torch, self.dtype.name), device=f"cuda:{self.device}")
-        cupy = _cupy("a result in device memory")
+        cupy = cupy_for("a result in device memory")
         with nullcontext() if self.device is None else cupy.cuda.Device(self.device):
             return cupy.empty(dims, _native(self.dtype))
 
@@ -124,7 +124,7 @@ class DeviceOperand:
         if is_tensor(self.array, sys.modules.get("torch")):
             self.array.detach().copy_(source.array)
             return
-        cupy = _cupy("an array in device memory that is not in C order")
+        cupy = cupy_for("an array in device memory that is not in C order")
         target = cupy.asarray(self.array)
         with target.device:
             target[...] = cupy.asarray(source.array)
@@ -156,7 +156,7 @@ def empty_on_device(address: int, nbytes: int, shape: Sequence[int], dtype: DTyp
         device: the GPU's ordinal.
         owner: what gives the memory back when nobody refers to it any more.
     """
-    cupy = _cupy("a buffer in device memory")
+    cupy = cupy_for("a buffer in device memory")
     memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device_id=device)
     return cupy.ndarray(tuple(shape), _native(dtype), memptr=cupy.cuda.MemoryPointer(memory, 0))
 
@@ -224,7 +224,8 @@ def _of_interface(array: Any, interface: Mapping[str, Any]) -> DeviceOperand:
     )
 
 
-def _cupy(what: str) -> Any:
+def cupy_for(what: str) -> Any:
+    """Return CuPy; raise `UnsupportedBufferError` where it is missing, and say what takes it."""
     try:
         import cupy
     except ImportError as error:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ringreduce.common.private_parts import Part, missing
+from ringreduce.common.private_parts import Part
 
 #: The versions of NumPy with which this was tried; the tests run with the last one.
 TRIED = ("2.2.6", "2.4.6")
@@ -87,8 +87,3 @@ PARTS = (
     Part("address_field", _is_a_field, "small calls with NumPy's arrays take a fifth longer"),
     Part("layout_of", _has_layout, "small calls with NumPy's arrays take a fifth longer"),
 )
-
-
-def self_test() -> dict[str, str]:
-    """Return the functions that do not work with this version of NumPy, and what is lost; see `missing`."""
-    return missing(PARTS)

@@ -21,11 +21,9 @@ from ringreduce.cli.progress_bar import ProgressLine
 from ringreduce.cli.run import Parsed, options_from
 from ringreduce.cli.wrong_options import RankCommand
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.files import replace_file, require_writable
+from ringreduce.common.files import require_writable, write_file
 from ringreduce.common.quantities import format_nbytes, parse_nbytes
 from ringreduce.doctor.tables import print_table
-
-__all__ = ["ProgressLine", "bench", "explain", "tune"]
 
 
 def _say_if_alone(name: str, form: str) -> None:
@@ -117,13 +115,11 @@ def bench(**options: Any) -> int:
     _say_if_alone(name, settings.format)
     if ringreduce.rank() == 0:
         if settings.output_file:
-            text = to_json(reports[0]).encode()
-            replace_file(Path(settings.output_file), lambda file: file.write(text), durable=False)
+            write_file(settings.output_file, to_json(reports[0]).encode())
         if plot:
-            plots.save(reports[0], plot)
+            plots.write(plots.figure(reports[0]), plot)
         if page:
-            html = plots.page(reports).encode()
-            replace_file(Path(page), lambda file: file.write(html), durable=False)
+            write_file(page, plots.page(reports).encode())
         for path in filter(None, (settings.output_file, plot, page)):
             click.echo(f"bench: wrote {path}", err=True)
     return int(any(report.nwrong for report in reports))
@@ -155,14 +151,7 @@ def _reports(settings: Settings) -> list[Report]:
 @click.option("-b", "--minbytes", type=_NBYTES, default="8", help="First size; takes K, M, G.")
 @click.option("-e", "--maxbytes", type=_NBYTES, show_default="64M, or --minbytes", help="Last size.")
 @click.option("-f", "--stepfactor", type=click.IntRange(2), default=8, help="From size to size.")
-@click.option(
-    "-d",
-    "--datatype",
-    metavar="TYPE",
-    type=click.Choice(list(TYPES)),
-    default="float",
-    help="Element type.",
-)
+@click.option("-d", "--datatype", metavar="TYPE", type=click.Choice(list(TYPES)), default="float", help="Element type.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where the arrays are.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON, a list of sizes.")
 def explain(
@@ -258,11 +247,4 @@ def tune(directory: Path | None, budget: float, even_if_busy: bool) -> None:
     folder = directory or world.config.tuning
     if folder is None:
         raise ConfigError("tune has no folder to write to: set RINGREDUCE_TUNING or name one with --directory")
-    tuner.tune(
-        world,
-        tuner.SIZES,
-        directory=Path(folder),
-        emit=lambda text: click.echo(text, nl=False),
-        budget_s=budget,
-        even_if_busy=even_if_busy,
-    )
+    tuner.tune(world, tuner.SIZES, Path(folder), _write, budget, even_if_busy=even_if_busy)

@@ -15,7 +15,7 @@ from ringreduce.audit.run_record import AuditRecord
 from ringreduce.cli.run import Parsed
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError, ForeignFileError
-from ringreduce.common.files import replace_file, require_own
+from ringreduce.common.files import replace_file, require_own, write_file
 from ringreduce.common.launch import launch
 from ringreduce.common.quantities import format_nbytes, parse_share
 from ringreduce.common.sealed_files import PLAIN, KeyFile, disk_keys
@@ -24,6 +24,8 @@ from ringreduce.doctor import dumps, trace_report
 from ringreduce.doctor import top as jobs
 from ringreduce.elastic.commit_store import CommitStore
 from ringreduce.observe.job import job_report
+
+_SHARE = Parsed("share", parse_share)
 
 
 @click.command("doctor", short_help="Say what this machine offers, and what is wrong.")
@@ -122,11 +124,7 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
     """
     found = trace_report.report(trace_report.load(trace, _keys()), skip)
     if page is not None:
-        try:
-            html = trace_report.to_html(found, trace).encode()
-            replace_file(Path(page), lambda file: file.write(html), durable=False)
-        except OSError as error:
-            raise ConfigError(f"{page} cannot be written: {error.strerror}") from None
+        write_file(page, trace_report.to_html(found, trace).encode())
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
@@ -136,12 +134,7 @@ def _report(trace: str, page: str | None, as_json: bool, skip: int) -> None:
 @click.command("compare", short_help="Say what differs between two jobs.")
 @click.argument("before", type=click.Path(exists=True, dir_okay=False))
 @click.argument("after", type=click.Path(exists=True, dir_okay=False))
-@click.option(
-    "--tolerance",
-    type=Parsed("share", parse_share),
-    default="5%",
-    help="Steps may take so much longer: 5% or 0.05.",
-)
+@click.option("--tolerance", type=_SHARE, default="5%", help="Steps may take so much longer: 5% or 0.05.")
 def compare(before: str, after: str, tolerance: float) -> int:
     """Say how the steps of the job with the report AFTER differ from those of BEFORE, beyond noise.
 

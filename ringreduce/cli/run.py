@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ringreduce.cli.progress_bar import bytes_bar
-from ringreduce.cli.wrong_options import ProgramCommand, guess, options_of
+from ringreduce.cli.wrong_options import ProgramCommand, require_program
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.keys import KEY_VARIABLE
@@ -176,10 +176,7 @@ def command(dry_run: bool, **options: Any) -> int:
     given = {name: value for name, value in options.items() if value not in (None, ())}
     texts = {row.variable: given.pop(name) for name, row in _OF_RANKS.items() if name in given}
     spec = LaunchSpec(settings=texts, **given)
-    if spec.program[0].startswith("-"):
-        name = spec.program[0]
-        asked = guess(name, options_of(command))
-        raise click.UsageError(f"there is no option {name}{asked or '; options of the program come after its name'}")
+    require_program(spec.program, [command], otherwise="options of the program come after its name")
     start = prepare(spec)
     if dry_run:
         if start.allocation is not None:

@@ -10,7 +10,7 @@ import click
 
 from ringreduce.cli.run import Parsed
 from ringreduce.cli.run import command as run
-from ringreduce.cli.wrong_options import guess, options_of
+from ringreduce.cli.wrong_options import require_program
 from ringreduce.launcher.job_files import TEMPLATES, fill, submit
 
 #: Of elastic jobs of Slurm: it signals up to a minute early, and a job that stops before it trains is queued for ever.
@@ -39,6 +39,7 @@ def _matching(kind: str, pattern: str, complaint: str) -> Parsed:
 
 #: A name that Slurm and Kubernetes take.
 _NAME = _matching("name", "[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "give at most 40 lower-case letters, digits and hyphens")
+_TIME = Parsed("HH:MM:SS", _seconds)
 _IMAGE = _matching("image", r"[\w./:@-]+", "that is no name of an image")
 
 
@@ -57,11 +58,7 @@ def _options(function: Callable[..., int]) -> Callable[..., int]:
             click.option("--ranks-per-node", "ranks", type=click.IntRange(1), default=4, help="On each host."),
             click.option("--cores-per-rank", "cores", type=click.IntRange(1), default=1, help="Of each rank."),
             click.option(
-                "--time",
-                "time_s",
-                type=Parsed("HH:MM:SS", _seconds),
-                default="01:00:00",
-                help="After so long the scheduler ends it.",
+                "--time", "time_s", type=_TIME, default="01:00:00", help="After so long the scheduler ends it."
             ),
             click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED),
         )
@@ -99,17 +96,15 @@ def _k8s(program: tuple[str, ...], yes: bool, **numbers: int | str) -> int:
 def _act(scheduler: str, program: tuple[str, ...], yes: bool, numbers: Mapping[str, Any]) -> int:
     """Print or submit a job, once `ringreduce run` would take the options that it gets."""
     parsed = run.make_context("run", list(program)).params
-    if parsed["program"][0].startswith("-"):
-        name = parsed["program"][0]
-        asked = guess(name, options_of(click.get_current_context().command, run))
-        raise click.UsageError(f"there is no option {name}{asked or '; those of submit come before those of run'}")
+    commands = click.get_current_context().command, run
+    require_program(parsed["program"], commands, otherwise="those of submit come before those of run")
     if parsed["hosts"] or parsed["hostfile"]:
         raise click.UsageError("the scheduler names the hosts; leave out -H and --hostfile")
     if scheduler == "slurm" and parsed["elastic"] and numbers["time_s"] < _SHORTEST_S:
         raise click.UsageError(
             "an elastic job is asked to stop two minutes before its end; give it --time 00:10:00 or more"
         )
-    text = fill(TEMPLATES[scheduler][bool(parsed["elastic"])], ("ringreduce", "run", *program), **numbers)
+    text = fill(TEMPLATES[scheduler][bool(parsed["elastic"])], ("ringreduce", "run", *program), numbers)
     if yes:
         return submit(scheduler, text)
     click.echo(text, nl=False)

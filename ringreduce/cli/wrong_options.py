@@ -30,6 +30,13 @@ def options_of(*commands: click.Command) -> list[str]:
     return [name for command in commands for param in command.params for name in param.opts if name.startswith("-")]
 
 
+def require_program(program: Sequence[str], commands: Iterable[click.Command], otherwise: str) -> None:
+    """Raise a UsageError where a program is an option, which no command has; ``otherwise`` says what may be meant."""
+    if program[0].startswith("-"):
+        asked = guess(program[0], options_of(*commands))
+        raise click.UsageError(f"there is no option {program[0]}{asked or f'; {otherwise}'}")
+
+
 class Command(click.Command):
     """A command whose errors name the option that was written, where click takes it for a value of a short one."""
 

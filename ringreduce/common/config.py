@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,20 +126,21 @@ class Config:
         "seconds after which to warn that a rank has not submitted an operation; 0: never",
         of_horovod={
             "HOROVOD_STALL_CHECK_DISABLE": lambda text: "0" if _unless_zero(text) else "",
-            "HOROVOD_STALL_CHECK_TIME_SECONDS": str})
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": str}, observes=True)
     log_level: str | None = setting("RINGREDUCE_LOG_LEVEL", _log_level, None,
         "level of the logger `ringreduce`: debug, info (what was chosen at start), warning, error",
-        unset="as the program sets it", may_differ=True, of_horovod={"HOROVOD_LOG_LEVEL": str})
+        unset="as the program sets it", may_differ=True, observes=True, of_horovod={"HOROVOD_LOG_LEVEL": str})
     # Horovod's DYNAMIC: the program starts it, which it always may here.
     timeline: str | None = setting("RINGREDUCE_TIMELINE", str, None,
-        "a file for a [trace of the whole job](observe.md)", may_differ=True,
+        "a file for a [trace of the whole job](observe.md)", may_differ=True, observes=True,
         moved={"marks": "RINGREDUCE_TIMELINE_MARKS"},
         of_horovod={"HOROVOD_TIMELINE": lambda text: "" if text == "DYNAMIC" else text})
     timeline_marks_batches: bool = setting("RINGREDUCE_TIMELINE_MARKS", switch, False,
-        "1: the trace has marks where operations start", of_horovod={"HOROVOD_TIMELINE_MARK_CYCLES": str})
+        "1: the trace has marks where operations start", of_horovod={"HOROVOD_TIMELINE_MARK_CYCLES": str},
+        observes=True)
     tuning: str | None = setting("RINGREDUCE_TUNING", or_zero(str, None), None,
         "the folder for tables of [`ringreduce tune`](tuning.md), which decide on algorithms; 0: none",
-        unset="`~/.cache/ringreduce`", may_differ=True)
+        unset="`~/.cache/ringreduce`", may_differ=True, observes=True)
     gpu: str = setting("RINGREDUCE_GPU", OneOf(("staged", "nccl", "mpi")), "staged",
         "what carries allreduces of arrays on [GPUs](gpu.md): `staged` (host memory), `nccl` or `mpi`")
     deterministic: bool = setting("RINGREDUCE_DETERMINISTIC", switch, False,
@@ -165,45 +166,50 @@ class Config:
         metavar="[=FILE]", told=lambda path: os.path.abspath(path or default_key_file()),
         help="Encrypt messages of ranks; FILE, or your key of `ringreduce keygen`, lies in this place on all hosts.")
     dump: str | None = setting("RINGREDUCE_DUMP", or_zero(str, None), None,
-        "a folder for the [last calls](observe.md#who-was-waited-for) of every rank, if a wait fails", may_differ=True)
+        "a folder for the [last calls](observe.md#who-was-waited-for) of every rank, if a wait fails",
+        may_differ=True, observes=True)
     status: bool = setting("RINGREDUCE_STATUS", is_on, True,
         "0: `ringreduce top` does not see the ranks; `[HOST:]PORT`: rank 0 serves [all "
-        "of the job](observe.md#one-address-for-a-job) there, too", may_differ=True,
+        "of the job](observe.md#one-address-for-a-job) there, too", may_differ=True, observes=True,
         moved={"token": "RINGREDUCE_STATUS_TOKEN_FILE"})
     status_address: tuple[str, int] | None = setting("RINGREDUCE_STATUS", address_unless_switch, None,
         options=("--status",), metavar="[HOST:]PORT", told=address_told,
-        help="Serve what all ranks do, from the host of rank 0, to who has the token: a page, /metrics and /health.")
+        help="Serve what all ranks do, from the host of rank 0, to who has the token: a page, /metrics and /health.",
+        observes=True)
     status_token_file: str | None = setting("RINGREDUCE_STATUS_TOKEN_FILE", str, None,
         "the file with the token that is asked for there; it is made if there is none", unset="one of this user",
-        may_differ=True, options=("--status-token-file",), told=PathOf(whole=True),
+        may_differ=True, observes=True, options=("--status-token-file",), told=PathOf(whole=True),
         needs=("--status", "what is served"),
         help="The token; made if there is no such file. Else all of your jobs on a host have one, which `top --job` "
         "finds.")
     otlp: bool = setting("RINGREDUCE_OTLP", switch, False,
-        "1: rank 0 sends what all ranks do to a collector of [OpenTelemetry](observe.md#opentelemetry)")
+        "1: rank 0 sends what all ranks do to a collector of [OpenTelemetry](observe.md#opentelemetry)", observes=True)
     verdict: bool = setting("RINGREDUCE_VERDICT", switch, False,
         "1: rank 0 says at the end what steps took, and [why](slow.md); `ringreduce run` sets 1, and 0 with the "
         "option", always="1", options=("--quiet",), switch="0",
-        help="Do not say at the end what steps took, and why.")
+        help="Do not say at the end what steps took, and why.", observes=True)
     report: str | None = setting("RINGREDUCE_REPORT", str, None,
         "a file to which rank 0 writes the same as JSON, for `ringreduce compare`", options=("--report",),
         told=PathOf(whole=True),
-        help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.")
+        help="Write what steps took, and why, to this file of rank 0's host: for `ringreduce compare`.", observes=True)
     watchdog_s: float | None = setting("RINGREDUCE_WATCHDOG", or_zero(Seconds(), None), None,
         "seconds after which rank 0 says why [nothing happens](slow.md#nothing-happens): no step, collective or "
         "report", unset="never",
         moved={"first": "RINGREDUCE_WATCHDOG_FIRST", "action": "RINGREDUCE_WATCHDOG_ACTION"}, options=("--watchdog",),
-        metavar="SECONDS", help="Say why if no rank has made a step, a collective or a report for so long.")
+        metavar="SECONDS", help="Say why if no rank has made a step, a collective or a report for so long.",
+        observes=True)
     watchdog_first_s: float = setting("RINGREDUCE_WATCHDOG_FIRST", Seconds(), 600.0,
         "the same until the first step or report of any rank, if that is longer: programs compile then",
         options=("--watchdog-first",), metavar="SECONDS",
-        help="The same until the first step or report of any rank, if that is longer: programs compile then.")
+        help="The same until the first step or report of any rank, if that is longer: programs compile then.",
+        observes=True)
     watchdog_action: str = setting("RINGREDUCE_WATCHDOG_ACTION", OneOf(("dump", "end", "restart")), "dump",
         "`dump`: the job goes on; `end`: it is ended with status 124; `restart`: and started again",
         options=("--watchdog-action",), needs=("--watchdog SECONDS", "jobs that stall"),
-        help="And then let ranks go on, end the job with status 124, or start it again, by --max-restarts.")
+        help="And then let ranks go on, end the job with status 124, or start it again, by --max-restarts.",
+        observes=True)
     audit: str | None = setting("RINGREDUCE_AUDIT", str, None,
-        "a file to which the run appends [what it was made of](audit.md)")
+        "a file to which the run appends [what it was made of](audit.md)", observes=True)
     disk_key_file: str | None = setting("RINGREDUCE_DISK_KEY_FILE", str, None,
         "a file with a key that seals [commits, checkpoints, models, traces and "
         "dumps](security.md#how-do-i-encrypt-files)")
@@ -276,17 +282,17 @@ def _guess(name: str, prefix: str, names: Iterable[str]) -> str:
     return f"{name} (did you mean {prefix}{close[0]}?)" if close else name
 
 
-def find_ranks_of_cpus(environ: MutableMapping[str, str] = os.environ) -> None:
+def find_ranks_of_cpus() -> None:
     """Have Accelerate, and what is made of it, look for ranks on CPUs; else each process would train alone.
 
     To be called before an ``Accelerator`` is made. What a user has set stays.
     """
-    environ.setdefault("ACCELERATE_USE_CPU", "true")
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
-def accelerate_uses_cpus(environ: Mapping[str, str] = os.environ) -> bool:
+def accelerate_uses_cpus() -> bool:
     """Return whether Accelerate is set to use CPUs, also where torch sees a GPU."""
-    return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def environment_without(prefix: str) -> dict[str, str]:

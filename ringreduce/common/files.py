@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import grp
+import hashlib
 import os
 import pwd
 import stat
@@ -17,6 +18,7 @@ from ringreduce.common import processes
 from ringreduce.common.errors import ConfigError, ForeignFileError
 
 _LOCK_AGAIN_S = 0.005
+_CHUNK_NBYTES = 1 << 20
 
 
 def create_file(path: Path) -> BinaryIO:
@@ -56,6 +58,18 @@ def replace_file(
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def write_file(path: str, content: bytes) -> None:
+    """Replace a file that the user has named, and can have made again.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        replace_file(Path(path), lambda file: file.write(content), durable=False)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _require_no_device(path: Path) -> None:
@@ -109,18 +123,31 @@ def require_own(folder: Path) -> None:
         raise PermissionError(f"other users may write to {folder}; chmod go-w {folder}")
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file of anybody's for reading; links are followed, and no pipe or device is waited for.
+def open_file(path: str | os.PathLike[str], *, links: bool = True) -> BinaryIO:
+    """Open a regular file of anybody's for reading; no pipe or device is waited for.
+
+    Args:
+        path: of the file.
+        links: whether links are followed.
 
     Raises:
         ConfigError: it is no regular file.
         OSError: it cannot be opened.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))  # noqa: SIM115
+    how = os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | how))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ConfigError("it is no regular file")
     return file
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """Return the SHA-256 of what is left of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK_NBYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def lock_file(file: int, limit_s: float) -> None:

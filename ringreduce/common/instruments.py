@@ -229,8 +229,7 @@ class EngineTally:
 
     def add_paces(self, more: Sequence[Sequence[Any]]) -> None:
         """Count some more steps, given the arguments of a `Pace` for each rank."""
-        names = [column.name for column in fields(Pace)]
-        new = [Pace(**dict(zip(names, numbers, strict=True))) for numbers in more]
+        new = [Pace(*numbers) for numbers in more]
         self.before.append(self.paces)
         self.reports += 1
         self.paces = [old + pace for old, pace in zip(self.paces, new, strict=True)] if self.paces else new

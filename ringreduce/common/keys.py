@@ -107,16 +107,10 @@ def read_secret(path: str | Path, variable: str) -> Secret:
         ForeignFileError: it belongs to another user, or others may read or write it.
     """
     try:
-        # Not to wait for a writer, if it is a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        text = read_private(path, variable, _MOST_NBYTES)
     except OSError as error:
         remedy = f"; `ringreduce keygen {path}` makes one" if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{variable}={path}: {error.strerror}{remedy}") from None
-    try:
-        require_private(os.fstat(descriptor), path, variable)  # Asks the open file: nobody can exchange it in between.
-        text = os.read(descriptor, _MOST_NBYTES)
-    finally:
-        os.close(descriptor)
     try:
         raw = base64.b64decode(text.removeprefix(_HEADER).strip(), validate=True)
     except ValueError:
@@ -126,14 +120,29 @@ def read_secret(path: str | Path, variable: str) -> Secret:
     return Secret(raw)
 
 
-def require_private(found: os.stat_result, path: str | Path, variable: str) -> None:
-    """Raise a ConfigError unless a file is this user's own, and no other's to read or write.
+def read_private(path: str | Path, variable: str, most_nbytes: int) -> bytes:
+    """Read the first bytes of a file that this user alone may read and write.
 
     Args:
-        found: what is known of the file.
-        path: of it.
+        path: of the file.
         variable: the setting that names it, for errors.
+        most_nbytes: how many bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: it is no file.
+        ForeignFileError: it belongs to another user, or others may read or write it.
     """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # Waits for no writer, if it is a pipe.
+    try:
+        # The open file is asked: nobody can exchange it in between.
+        _require_private(os.fstat(descriptor), path, variable)
+        return os.read(descriptor, most_nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _require_private(found: os.stat_result, path: str | Path, variable: str) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{variable}={path} is no file")
     if found.st_uid != os.geteuid():

@@ -37,17 +37,9 @@ _ORTE = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")
 _HYDRA = ("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr")
 SRUN = Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", programs=("srun", "slurmstepd"))
 LAUNCHERS = (
-    Launcher(
-        "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", rank="OMPI_COMM_WORLD_RANK", family="Open MPI", programs=_ORTE
-    ),
-    Launcher("mpiexec of MPICH or Intel MPI", "PMI_SIZE", rank="PMI_RANK", family="MPICH", programs=_HYDRA),
-    Launcher(
-        "mpiexec of MVAPICH",
-        "MV2_COMM_WORLD_SIZE",
-        rank="MV2_COMM_WORLD_RANK",
-        family="MPICH",
-        programs=("mpiexec.mpd",),
-    ),
+    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI", _ORTE),
+    Launcher("mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "MPICH", _HYDRA),
+    Launcher("mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MPICH", ("mpiexec.mpd",)),
     SRUN,
     Launcher("PALS", "PALS_NRANKS", "PALS_RANKID", programs=("aprun", "apinit", "palsd")),
     Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", programs=("flux-shell",)),

@@ -13,13 +13,13 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from ringreduce.common.finalizers import when_ended
 from ringreduce.common.launch import LAUNCHERS
 
 #: The name by which a rank announces itself to the processes that it starts.
@@ -192,6 +192,11 @@ def handles(pid: int, number: int) -> bool:
     return _has_in("SigCgt:", pid, number)
 
 
+def is_default(number: int) -> bool:
+    """Return whether nothing here handles a signal, in Python or below it (`faulthandler` does so unseen)."""
+    return signal.getsignal(number) is signal.SIG_DFL and not handles(os.getpid(), number)
+
+
 def ignore(number: signal.Signals) -> None:
     """Let a signal do nothing in this process, to its very end; programs that it starts do not inherit that.
 
@@ -307,8 +312,7 @@ class Forked:
             self._ends = os.pipe()  # Only the end of the last of these processes closes its writing end.
         if self._ends is not None:
             # Once, when they have ended, or when nobody is left who would ask.
-            self._close_reading = weakref.finalize(self, os.close, self._ends[0])
-            self._close_reading.atexit = False
+            self._close_reading = when_ended(self, os.close, self._ends[0])
 
     def in_parent(self) -> None:
         """Let this process not be counted."""

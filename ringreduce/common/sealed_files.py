@@ -13,13 +13,13 @@ with the same purpose is not noticed.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from ringreduce.common.errors import ForeignFileError
+from ringreduce.common.files import sha256_of
 from ringreduce.common.keys import Secret, read_secret
 
 if TYPE_CHECKING:
@@ -150,10 +150,7 @@ class KeyFile:
             unsealed = cast("_Unsealed", cast("io.BufferedReader", content).raw)
             unsealed.open_all()
             return {"salt": unsealed.salt.hex()}
-        digest = hashlib.sha256()
-        while chunk := content.read(_PIECE_NBYTES):
-            digest.update(chunk)
-        return {"sha256": digest.hexdigest()}
+        return {"sha256": sha256_of(content)}
 
     def require_ours(self, file: BinaryIO) -> None:
         """Require that a file is sealed by the secret; where there is none, that it is not sealed.

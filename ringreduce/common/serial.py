@@ -40,11 +40,10 @@ class SerialTask:
         assert self._call is not None
         try:
             self._call()
-        except Exception as error:
-            self.end(error)
         except BaseException as error:
             self.end(error)
-            raise
+            if not isinstance(error, Exception):
+                raise
         else:
             self.end()
 

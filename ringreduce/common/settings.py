@@ -33,7 +33,8 @@ class Setting:
         variable: the variable of ranks that has it; empty: what starts ranks knows it alone.
         meaning: what it does, in Markdown, for docs/settings.md and for the docstring of `Config`.
         unset: what is so where it is not set; empty: the default of the field.
-        may_differ: whether ranks may have different values.
+        may_differ: whether ranks may have different values: it steers nothing that they do together.
+        observes: whether it changes no number of a training: commands that make a run again leave it out.
         of_horovod: variables of Horovod that have it where ours is not set: our text by theirs, empty: nothing.
         moved: of what the variable once had behind a comma, as ``,NAME:VALUE``: the new variable by the name.
         options: names of the option of ``ringreduce run``; none: it has none.
@@ -53,6 +54,7 @@ class Setting:
     meaning: str = ""
     unset: str = ""
     may_differ: bool = False
+    observes: bool = False
     of_horovod: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -22,12 +21,8 @@ from ringreduce.common.settings import rows
 T = TypeVar("T")
 
 _CUT = "line {} was cut off: the process that wrote it was killed"
-#: Parts of the facts of `begin`.
-_OF_BEGIN = ("hosts", "script", "repository", "packages")
 #: A package and its version, which pip can take for nothing else: not for an option, an address or a file.
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_-]*", re.ASCII)
-#: Settings that change no number of a training.
-_OF_THIS_RUN = {"audit", "dump", "log_level", "otlp", "report", "status", "timeline", "tuning"}
 
 
 def verdict(found: Examination, known: str | None, key: Secret | None = None) -> tuple[bool, list[str]]:
@@ -95,13 +90,10 @@ def _rows(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         is_good_end = line["event"] == "end" and facts.get("error", "") is None
         yield f"{_shown(line['time'][11:19])} {_shown(line['event'])}", who + ("well" if is_good_end else _pairs(facts))
         return
-    hosts, _, _, packages = _parts(facts, *_OF_BEGIN)
+    hosts, packages = _parts(facts, "hosts", "packages")
     yield "command", shlex.join(map(_shown, _part(facts, "command", list)))
-    yield (
-        "ranks",
-        f"{_shown(facts.get('size'))} on "
-        + ", ".join(f"{_shown(host)} ({_ranks(_part(hosts, host, list))})" for host in hosts),
-    )
+    places = ", ".join(f"{_shown(host)} ({_ranks(_part(hosts, host, list))})" for host in hosts)
+    yield "ranks", f"{_shown(facts.get('size'))} on {places}"
     if facts.get("restart"):
         yield "restart", _shown(facts["restart"])
     for name in ("allocation", "script", "repository", "versions"):
@@ -125,7 +117,7 @@ def commands(found: Examination, world: str) -> Iterator[str]:
     if not firsts:
         raise ConfigError(f"the record has no run whose token begins with {world!r}")
     facts = firsts[-1]["facts"]
-    _, script, repository, packages = _parts(facts, *_OF_BEGIN)
+    script, repository, packages = _parts(facts, "script", "repository", "packages")
     yield f"# run {_shown(firsts[-1]['world'])} of {_shown(firsts[-1]['time'])}"
     root = f"{_part(repository, 'path', str)}/"
     # What git cannot take for an option is a commit.
@@ -181,9 +173,8 @@ def _variables(settings: Mapping[str, Any]) -> list[str]:
     changed = []
     for name, _, row in rows(Config):
         usual = getattr(standard, name)
-        usual = usual.value if isinstance(usual, Enum) else usual
         value = settings.get(name, usual)
-        if name not in _OF_THIS_RUN and value != usual:
+        if not row.observes and value != usual:
             text = str(int(value)) if isinstance(value, bool) else "0" if value is None else _shown(value)
             changed.append(f"{row.variable}={_word(text)}")
     return changed

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -267,12 +268,9 @@ def _torch() -> tuple[int, str]:
 def _installed() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        for each in (name, *_OTHER_NAMES.get(name, ())):
-            try:
+        for each in reversed((name, *_OTHER_NAMES.get(name, ()))):  # the first of them that is there counts
+            with suppress(importlib.metadata.PackageNotFoundError):
                 found[name] = importlib.metadata.version(each)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            break
     return found
 
 

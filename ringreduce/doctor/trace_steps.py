@@ -151,9 +151,7 @@ def _operations(events: Iterable[Event], places: Mapping[int, str]) -> Iterator[
         begun = marks[0]
         runs = [each["ts"] for each in marks if each["name"] == "run"]
         if begun["ph"] == "b" and runs:
-            yield _Entry(
-                places.get(begun["tid"], ""), begun["name"], entered=begun["ts"], runs=runs[0], ended=marks[-1]["ts"]
-            )
+            yield _Entry(places.get(begun["tid"], ""), begun["name"], begun["ts"], runs[0], marks[-1]["ts"])
 
 
 def _calls(spans: Iterable[Event], places: Mapping[int, str]) -> Iterator[_Entry]:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from ringreduce.common.config import VERSION
 from ringreduce.common.errors import ConfigError, ForeignFileError
-from ringreduce.common.files import is_abandoned, own_folder, replace_file, require_writable
+from ringreduce.common.files import is_abandoned, open_file, own_folder, replace_file, require_writable
 from ringreduce.common.launch import notify_launcher
 from ringreduce.common.sealed_files import PLAIN, KeyFile
 
@@ -112,7 +111,7 @@ class CommitStore:
             for suffix in ("json", "pt"):
                 path = self._path(number, part, suffix)
                 try:
-                    with _open(path) as file:
+                    with open_file(path, links=False) as file:
                         self.keys.require_ours(file)
                 except ForeignFileError as error:
                     raise ForeignFileError(f"{path.name}: {error}") from None
@@ -147,7 +146,8 @@ class CommitStore:
 
     def parcel(self, number: int, part: str) -> tuple[bytes, npt.NDArray[np.uint8]]:
         """Return the description and the content of a part that is whole, as files have them, for `accept`."""
-        with _open(self._path(number, part, "json")) as described, _open(self._path(number, part)) as file:
+        described = open_file(self._path(number, part, "json"), links=False)
+        with described, open_file(self._path(number, part), links=False) as file:
             return described.read(), np.asarray(np.memmap(file, np.uint8, "r"))
 
     def accept(self, number: int, part: str, parcel: tuple[bytes, npt.NDArray[np.uint8]]) -> None:
@@ -184,7 +184,7 @@ class CommitStore:
         return self.folder / f"commit-{number:012}{part}.{suffix}"
 
     def _opened(self, path: Path) -> BinaryIO:
-        file = _open(path)
+        file = open_file(path, links=False)
         try:
             return self.keys.opened(file, path.name)
         except BaseException:
@@ -220,7 +220,7 @@ class CommitStore:
 
     def _mark(self, path: Path) -> dict[str, Any]:
         """Return what a description has of a file, all of which is read for it."""
-        with _open(path) as file:
+        with open_file(path, links=False) as file:
             return {"nbytes": os.fstat(file.fileno()).st_size, **self.keys.mark(file, path.name)}
 
     def _write_waiting(self, part: str) -> None:
@@ -258,12 +258,3 @@ class CommitStore:
             partial = _PARTIAL.fullmatch(each.name)
             if partial and not part and int(partial[1]) < kept[-self._keep]:
                 each.unlink(missing_ok=True)
-
-
-def _open(path: Path) -> BinaryIO:
-    """Open a regular file for reading, without following links or waiting for FIFOs."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ValueError("it is no regular file")
-    return file

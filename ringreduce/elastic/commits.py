@@ -126,12 +126,10 @@ class DiskCommits(CommitStore):
             reason = reason or str(error)
         asked = f"every={self._every}, replicas={self._replicas}"
         everyone = allgather_object((reason, self._take_keys(), asked))
-        wanted = everyone[0][2]
-        self._refuse({number: reason for number, (reason, _, _) in enumerate(everyone) if reason})
-        self._refuse({number: reason for number, (_, reason, _) in enumerate(everyone) if reason}, SealedCommitsError)
-        self._refuse(
-            {number: f"{reason} and not {wanted}" for number, (_, _, reason) in enumerate(everyone) if reason != wanted}
-        )
+        reasons, flaws_of_keys, wanted = zip(*everyone, strict=True)
+        _refuse(self.folder, reasons)
+        _refuse(self.folder, flaws_of_keys, SealedCommitsError)
+        _refuse(self.folder, ["" if each == wanted[0] else f"{each} and not {wanted[0]}" for each in wanted])
         self._place_copies()
         examined = allgather_object((self._examined(has_own=has_own), self._last_run()))
         by_holder = [pieces for pieces, _ in examined]
@@ -162,8 +160,7 @@ class DiskCommits(CommitStore):
             reason = "" if self._claim(self._run) else "another job begins with these commits"
         except OSError as error:
             reason = str(error)
-        reasons = allgather_object(reason)
-        self._refuse({number: reason for number, reason in enumerate(reasons) if reason}, ReplacedError)
+        _refuse(self.folder, allgather_object(reason), ReplacedError)
 
     def begin(self, take: Callable[[Any], str]) -> None:
         """Have rank 0 take the part of all ranks of the commit to begin with. Collective.
@@ -176,7 +173,7 @@ class DiskCommits(CommitStore):
         """
         assert self.number is not None
         wrong = broadcast_object(take(self.load(self.number)) if rank() == 0 else "")
-        self._refuse({0: f"commit {self.number} {wrong}"} if wrong else {})
+        _refuse(self.folder, [f"commit {self.number} {wrong}" if wrong else ""])
 
     def own(self) -> dict[str, Any] | None:
         """Return this rank's part of that commit; None if there is none, or the number of ranks differs."""
@@ -359,7 +356,7 @@ class DiskCommits(CommitStore):
                 except (OSError, ValueError) as error:
                     reason = str(error)
             missing = [copy for copy in missing if now[copy[:2]] != copy[2]]
-        self._refuse({number: text for number, text in enumerate(allgather_object(reason)) if text})
+        _refuse(self.folder, allgather_object(reason))
 
     def _say_discarded(self, given_up: Sequence[_Commit], chosen: _Commit | None) -> None:
         """Log which whole commits are not of the history that goes on."""
@@ -391,12 +388,14 @@ class DiskCommits(CommitStore):
                     "and plain numbers, texts, lists and dicts"
                 ) from error
 
-    def _refuse(self, reasons: Mapping[int, str], kind: type[ConfigError] = ConfigError) -> None:
-        if reasons:
-            text = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-            error = kind(f"commits cannot be kept in {self.folder}: {text}")
-            record_refusal("keep_on_disk", error)
-            raise error
+
+def _refuse(folder: str | Path, reasons: Sequence[str], kind: type[ConfigError] = ConfigError) -> None:
+    """Raise an error if there are reasons; each is at the place of its rank, empty where a rank has none."""
+    text = "; ".join(f"rank {number}: {reason}" for number, reason in enumerate(reasons) if reason)
+    if text:
+        error = kind(f"commits cannot be kept in {folder}: {text}")
+        record_refusal("keep_on_disk", error)
+        raise error
 
 
 def _part_of(owner: int | None) -> str:
@@ -446,10 +445,7 @@ def require_seen_by_all(folder: str) -> None:
         except OSError as error:
             reason = str(error)
     probe, reason = broadcast_object((probe, reason))
-    if reason:
-        refused = ConfigError(f"commits cannot be kept in {folder}: rank 0: {reason}")
-        record_refusal("keep_on_disk", refused)
-        raise refused
+    _refuse(folder, [reason])
     seen = allgather_object(os.path.exists(probe))  # Path.exists raises where a folder may not be entered.
     if rank() == 0:
         probe.unlink()

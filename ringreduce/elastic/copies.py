@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ringreduce.common.files import create_file, partial_path
 from ringreduce.common.topology import Topology
-from ringreduce.runtime import rank, size, world
+from ringreduce.runtime import rank, size
+from ringreduce.runtime.blocking import world
 from ringreduce.training.calls.objects import allgather_object
 
 
@@ -32,10 +33,9 @@ class Copies:
     def __init__(self, folder: Path, wanted: int) -> None:
         self._world = weakref.ref(world())
         self.disks = list(range(size()))
-        nodes = world().hosts
         if wanted > 1:
             self.disks = _seen(folder)
-            homes = [nodes.home_of(member) for member in range(size())]
+            homes = [world().hosts.home_of(member) for member in range(size())]
             self._hosts = Topology.from_hosts(_merged(homes, self.disks))
         else:
             self._hosts = Topology.uniform(1, size())

@@ -26,6 +26,7 @@ from ringreduce.common.errors import (
 from ringreduce.common.launch import launch, notify_launcher
 from ringreduce.elastic.commits import DiskCommits
 from ringreduce.elastic.runs import may_commit
+from ringreduce.runtime.blocking import barrier
 from ringreduce.training.binding.error_text import error_of
 from ringreduce.training.calls.objects import allgather_object
 
@@ -177,7 +178,8 @@ class State:
             # What ends this thread leaves the main one to save a model that is not done.
             self._complain(f"{_CHANGED} a training that can end the program; call it on the main thread")
             return False
-        return _may_begin_again()
+        most = launch().reset_limit  # Counted here, as the launcher learns of recoveries too late.
+        return most is None or runtime.recoveries() < most
 
     def _complain(self, said: str) -> None:
         if not self._complained and runtime.rank() == 0:
@@ -203,12 +205,6 @@ class State:
         self.reset()
         for callback in self._callbacks:
             callback()
-
-
-def _may_begin_again() -> bool:
-    """Return whether the ranks may change once more; checked here, as the launcher learns of recoveries too late."""
-    most = launch().reset_limit
-    return most is None or runtime.recoveries() < most
 
 
 class ObjectState(State):
@@ -267,8 +263,6 @@ class ObjectState(State):
 
 #: How often in a row a function is called again after an error without a commit in between.
 _VAIN_RESTARTS = 3
-
-_log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=State)
@@ -411,7 +405,7 @@ def _warn_of_srun() -> None:
 def _part() -> None:
     """Wait until all ranks have trained to the end: until then, they may have to recover together."""
     if launch().survives_deaths and runtime.is_initialized():
-        runtime.barrier()
+        barrier()
 
 
 def _reconnect(state: State, failure: CollectiveError | None) -> bool:

@@ -75,6 +75,7 @@ def run_on(
     hosts: Mapping[str, int],
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
@@ -86,7 +87,7 @@ def run_on(
         held: the slots of its hosts.
         hosts: slots by host, by names that ``held`` knows: addresses, or words without dots, as mpirun cuts names
             there; none if the options have a program that lists them.
-        fn, args: the call; pickled by cloudpickle, if it is installed.
+        fn, args, kwargs: the call; pickled by cloudpickle, if it is installed.
         options: more options of ``ringreduce run``; with ``--elastic``, ranks that die are survived.
         env: variables for all ranks.
         look: called again and again; what it raises ends the job.
@@ -98,7 +99,7 @@ def run_on(
         ConfigError: an argument is wrong, mpirun is missing, or the function cannot be pickled.
         CollectiveError: a rank failed, and ended the job; the message has its traceback.
     """
-    held.call = pickled_call(fn, tuple(args), {}, here=False)
+    held.call = pickled_call(fn, tuple(args), dict(kwargs or {}), here=False)
     size = None if "--elastic" in options else sum(hosts.values())
     exported = [word for name in env or () for word in ("-x", name)]  # values are in no command line
     where = on_hosts(hosts) if hosts else []

@@ -107,10 +107,7 @@ class RayExecutor:
             )
         least = [] if min_workers is None else [f"--min-np={min_workers}"]
         self._options = [*(["--elastic", f"--max-np={self._most}", *least] if self._elastic else ()), *options]
-        self._variables: Mapping[str, str] = {}
-        self._executable: tuple[Any, ...] | None = None
         self._at_end: ExitStack | None = None
-        self._stand_ins = StandIns()
         self._ranks: dict[int, StandIn] = {}
         self._room: Room
 
@@ -159,7 +156,7 @@ class RayExecutor:
             raise ConfigError("RayExecutor runs on a node of the cluster, not over ray://: start it in a task or a job")
         self._stand_ins = StandIns()
         self._variables = extra_env_vars or {}
-        self._executable = None
+        self._executable: tuple[Any, ...] | None = None
         if executable_cls is not None:
             self._executable = executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {})
         with ExitStack() as at_end:

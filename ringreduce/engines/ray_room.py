@@ -79,7 +79,7 @@ class Room:
         self._holders: dict[str, _Holder] = {}
         self._said: set[str] = set()  # the hosts whose tasks have ended, as users know
         self._numbers = itertools.count()
-        self._list: Callable[[], object] = _nothing
+        self._list: Callable[[], object] = lambda: None
         self.address = str(ray.util.get_node_ip_address())
 
     def take(self, count: int, strategy: str = "PACK") -> Any:
@@ -111,7 +111,8 @@ class Room:
         """Return the slots by host, of hosts where daemons can start; have others hold a slot."""
         places = self.places()
         self._hold(places)
-        ready = {host for host, each in self._holders.items() if self.slots.has(each.name)} | {self.address}
+        held = self.slots.held()
+        ready = {host for host, each in self._holders.items() if each.name in held} | {self.address}
         return Counter(each.host for each in places if each.host in ready)
 
     def _hold(self, places: list[RankPlace]) -> None:
@@ -187,11 +188,7 @@ class Room:
             try:
                 yield program
             finally:
-                self._list = _nothing
-
-
-def _nothing() -> None:
-    pass
+                self._list = lambda: None
 
 
 @contextmanager

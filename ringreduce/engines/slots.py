@@ -109,11 +109,6 @@ class Slots:
                     f"them, or could not connect to this process{which}"
                 )
 
-    def has(self, name: str) -> bool:
-        """Return whether the slot of this name is held."""
-        with self._changed:
-            return name in self._connections
-
     def start(self, host: str, command: str) -> int:
         """Run a command of a shell in a slot; return its status.
 

@@ -106,8 +106,23 @@ def run(
     if use_gloo:
         _log.warning("use_gloo has no meaning here: there is only MPI, and no Gloo")
     words = [*_words(nics, verbose), *([] if extra_mpi_args is None else [f"--mpi-args={extra_mpi_args}"])]
-    call = (fn, tuple(args), dict(kwargs or {}))
-    return _run(call, num_proc, rows, env=env, options=[*words, *options], limit_s=start_timeout or _START_S)
+    context = context_for(rows)
+    if num_proc is None:
+        num_proc = context.defaultParallelism if rows is None else rows.rdd.getNumPartitions()
+    elif rows is not None and num_proc >= 1:
+        rows = rows.repartition(num_proc)
+    names = [f"spark-{rank}" for rank in range(_count(num_proc, "num_proc"))]
+    hosts = dict.fromkeys(names, 1)
+    inside = fn if rows is None else partial(_call_with_rows, fn)
+    with (
+        _computed(rows) as kept,
+        _held(context, names, partial(_work, context, kept, len(names), False), start_timeout) as (held, look),
+    ):
+        env = _environment(context, env)
+        with why_failed(look):
+            found = run_on(held, hosts, inside, args, kwargs, options=[*words, *options], env=env)
+        look()  # a task that has failed may have given its rank a part of its rows
+        return found
 
 
 def run_elastic(
@@ -185,22 +200,17 @@ def run_elastic(
     values |= {} if elastic_timeout is None else {"--start-timeout": elastic_timeout}
     values |= {} if reset_limit is None else {"--reset-limit": reset_limit}
     words = ["--elastic", *(word for name, value in values.items() for word in (name, str(value)))]
-    limit_s = start_timeout or _START_S
-
-    def work(ticket: str) -> Callable[[], object]:
-        tasks = context.parallelize(range(most), most).mapPartitions(partial(_hold_again, ticket))
-        return lambda: tasks.count()
-
     with (
-        _held(context, size, size, work, limit_s=limit_s, survives=True) as (held, look),
+        _held(context, size, partial(_work, context, None, most, True), start_timeout) as (held, look),
         listed(lambda: dict.fromkeys(held.held(), 1), held.folder) as (program, _),
         why_failed(look),
     ):
         return run_on(
             held,
             {},
-            _call,
-            (fn, tuple(args), dict(kwargs or {})),
+            fn,
+            args,
+            kwargs,
             options=[*words, "--host-discovery-script", str(program), *_words(nics, verbose), *options],
             env=_environment(context, env),
             look=look,
@@ -232,25 +242,6 @@ def _environment(context: SparkContext, env: Mapping[str, str] | None) -> dict[s
     return {"OMP_NUM_THREADS": context.getConf().get("spark.task.cpus", "1"), **(env or {})}
 
 
-def _run(
-    call: tuple[Any, ...],
-    num_proc: int | None,
-    rows: DataFrame | None,
-    *,
-    env: Mapping[str, str] | None,
-    options: Sequence[str],
-    limit_s: float,
-) -> list[Any]:
-    context = context_for(rows)
-    if num_proc is None:
-        num_proc = context.defaultParallelism if rows is None else rows.rdd.getNumPartitions()
-    elif rows is not None and num_proc >= 1:
-        rows = rows.repartition(num_proc)
-    num_proc = _count(num_proc, "num_proc")
-    with _computed(rows) as rows:
-        return _run_in_tasks(context, call, num_proc, rows, env=env, options=options, limit_s=limit_s)
-
-
 @contextmanager
 def _computed(rows: DataFrame | None) -> Iterator[DataFrame | None]:
     """Have the rows computed, and kept on the executors, as long as this context lasts.
@@ -278,61 +269,31 @@ def _computed(rows: DataFrame | None) -> Iterator[DataFrame | None]:
                 kept.unpersist()
 
 
-def _run_in_tasks(
-    context: SparkContext,
-    call: tuple[Any, ...],
-    num_proc: int,
-    rows: DataFrame | None,
-    *,
-    env: Mapping[str, str] | None,
-    options: Sequence[str],
-    limit_s: float,
-) -> list[Any]:
-    names = [f"spark-{rank}" for rank in range(num_proc)]
-
-    def work(ticket: str) -> Callable[[], object]:
-        return _work(context, rows, ticket, num_proc)
-
-    with _held(context, num_proc, names, work, limit_s=limit_s, survives=False) as (held, look):
-        env = _environment(context, env)
-        inside = _call if rows is None else _call_with_rows
-        hosts = dict.fromkeys(names, 1)
-        with why_failed(look):
-            results = run_on(held, hosts, inside, call, options=options, env=env)
-        look()  # a task that has failed may have given its rank a part of its rows
-        return results
-
-
 @contextmanager
 def _held(
     context: SparkContext,
-    num_proc: int,
     names: Sequence[str] | int,
     work: Callable[[str], Callable[[], object]],
-    *,
-    limit_s: float,
-    survives: bool,
+    limit_s: float | None,
 ) -> Iterator[tuple[Slots, Callable[[], None]]]:
     """Have tasks hold slots as long as this context lasts.
 
     Args:
         context: of Spark.
-        num_proc: number of tasks that the cluster has to run at a time.
-        names: of the slots to wait for, or their number.
+        names: of the slots to wait for; or their number, where ranks go on if tasks end.
         work: given the ticket of the slots, returns what runs the tasks.
-        limit_s: seconds to wait for them.
-        survives: whether the ranks go on if tasks end.
+        limit_s: seconds to wait for them; None: 60.
 
     Yields:
         The slots, and what raises why tasks have ended.
     """
-    deadline = time.monotonic() + limit_s
-    wait_for_cores(context, num_proc, deadline)
+    deadline = time.monotonic() + (limit_s or _START_S)
+    wait_for_cores(context, names if isinstance(names, int) else len(names), deadline)
     address = context.getConf().get("spark.driver.host", "127.0.0.1")
     with slots(address) as held:
         job = TasksOfRanks(context, work(held.ticket))
         try:
-            look = partial(job.look, () if survives else held.lost)
+            look = partial(job.look, () if isinstance(names, int) else held.lost)
             held.wait(names, max(deadline - time.monotonic(), 1.0), look)
             yield held, look
         finally:
@@ -340,37 +301,32 @@ def _held(
             job.end()
 
 
-def _work(context: SparkContext, rows: DataFrame | None, ticket: str, num_proc: int) -> Callable[[], object]:
-    """Return what runs the tasks that hold the slots."""
-    body = partial(_hold, ticket, rows is not None)
+def _work(
+    context: SparkContext, rows: DataFrame | None, count: int, elastic: bool, ticket: str
+) -> Callable[[], object]:
+    """Return what runs so many tasks, which hold the slots."""
+    body = partial(_hold, ticket, rows is not None, elastic)
     if rows is not None:
         for each in ("pandas", "pyarrow"):  # Spark takes both for that
             engine(each, "spark")
         held: Any = rows.mapInArrow(body, "ended boolean", barrier=True)
     else:
-        held = context.parallelize(range(num_proc), num_proc).barrier().mapPartitions(body)
+        tasks = context.parallelize(range(count), count)
+        held = (tasks if elastic else tasks.barrier()).mapPartitions(body)
     return lambda: held.count()
 
 
 # ---- in a task ----
 
 
-def _hold(ticket: str, has_rows: bool, batches: Iterator[Any]) -> Iterator[Any]:
+def _hold(ticket: str, has_rows: bool, elastic: bool, batches: Iterator[Any]) -> Iterator[Any]:
+    """Hold a slot; in an elastic job, a task that comes again holds another one."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
     assert context is not None
-    hold(ticket, f"spark-{context.partitionId()}", partial(_send, batches if has_rows else iter(())))
-    return iter(())
-
-
-def _hold_again(ticket: str, numbers: Iterator[int]) -> Iterator[Any]:
-    """Hold a slot of an elastic job; a task that comes again holds another one."""
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    assert context is not None
-    hold(ticket, f"spark-{context.partitionId()}-{context.taskAttemptId()}")
+    name = f"spark-{context.partitionId()}" + f"-{context.taskAttemptId()}" * elastic
+    hold(ticket, name, partial(_send, batches if has_rows else iter(())))
     return iter(())
 
 
@@ -391,11 +347,7 @@ def _send(batches: Iterator[pyarrow.RecordBatch], connection: socket.socket) -> 
 # ---- in a rank ----
 
 
-def _call(fn: Callable[..., _T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _T:
-    return fn(*args, **kwargs)
-
-
-def _call_with_rows(fn: Callable[..., _T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _T:
+def _call_with_rows(fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
     return fn(*args, rows=_receive(), **kwargs)
 
 

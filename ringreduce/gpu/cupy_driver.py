@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from ringreduce.buffers import DType
+from ringreduce.buffers.device_arrays import cupy_for
 from ringreduce.common.errors import TransportError, UnsupportedBufferError
 from ringreduce.common.libraries import INSTALL_CUPY
 from ringreduce.common.reduce_ops import ReduceOp
@@ -86,24 +87,14 @@ def cuda_driver(number: int | None = None) -> CupyDriver:
     Raises:
         UnsupportedBufferError: CuPy is not installed, or finds no such GPU.
     """
+    cupy = cupy_for("device memory")
     try:
-        import cupy
-    except ImportError as error:
-        raise UnsupportedBufferError(f"device memory takes CuPy: {INSTALL_CUPY} ({error})") from error
-    try:
-        return _driver(cupy.cuda.runtime.getDevice() if number is None else number)
+        return _drivers(cupy, cupy.cuda.runtime.getDevice() if number is None else number)
     except (RuntimeError, TransportError) as error:
         raise UnsupportedBufferError(
             f"CuPy {cupy.__version__} cannot use {'a GPU' if number is None else f'GPU {number}'}: {error}. "
             f"It must be built for the CUDA of the installed driver (see nvidia-smi): {INSTALL_CUPY}"
         ) from error
-
-
-@cache
-def _driver(number: int) -> CupyDriver:
-    import cupy
-
-    return CupyDriver(cupy, number)
 
 
 class CupyDriver:
@@ -275,6 +266,10 @@ class CupyDriver:
             raise TransportError(f"GPU {self._number}: {error}") from error
 
 
+#: One of each GPU.
+_drivers = cache(CupyDriver)
+
+
 @dataclass(frozen=True, slots=True)
 class _Foreign:
     """A stream by the protocol in which libraries hand each other theirs."""
@@ -348,7 +343,7 @@ def cupy_tools(local_rank: int = 0) -> CupyTools:
 
     number = local_rank % cupy.cuda.runtime.getDeviceCount()
     cupy.cuda.Device(number).use()
-    return CupyTools(cuda_driver(number))
+    return CupyTools(cupy, cuda_driver(number))
 
 
 class CupyTools:
@@ -358,9 +353,7 @@ class CupyTools:
         driver: the GPU's.
     """
 
-    def __init__(self, driver: CupyDriver) -> None:
-        import cupy
-
+    def __init__(self, cupy: Any, driver: CupyDriver) -> None:
         self.driver = driver
         self._cupy = cupy
         self._begin = cupy.cuda.Event()

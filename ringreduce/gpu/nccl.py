@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.buffers import DType
+from ringreduce.buffers.device_arrays import cupy_for
 from ringreduce.collectives.call import NCCL
 from ringreduce.collectives.context import Context
 from ringreduce.common.errors import (
@@ -32,7 +33,6 @@ from ringreduce.common.errors import (
     TransportError,
     UnsupportedBufferError,
 )
-from ringreduce.common.libraries import INSTALL_CUPY
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, Stream
 from ringreduce.gpu.path import OnDevice
@@ -254,10 +254,7 @@ def cupy_nccl(number: int) -> Nccl:
     Raises:
         UnsupportedBufferError: CuPy is missing, or was built without NCCL.
     """
-    try:
-        import cupy
-    except ImportError as error:
-        raise UnsupportedBufferError(f"NCCL takes CuPy: {INSTALL_CUPY} ({error})") from error
+    cupy = cupy_for("NCCL")
     try:
         import cupy.cuda.nccl as library
     except ImportError:  # CuPy has the module, but the shared library is missing.

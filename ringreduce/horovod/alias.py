@@ -11,7 +11,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ringreduce import runtime
 from ringreduce.common.conventions import Conventions
@@ -88,8 +87,6 @@ class _Loader(Loader):
         module.__spec__ = self._spec
         if self._ours in map("ringreduce.{}".format, EXTENSIONS):
             vars(module).setdefault("check_extension", check_extension)  # which scripts import from there, too
-        if self._ours == "ringreduce.tensorflow.elastic":
-            vars(module).setdefault("__getattr__", _keras_state)
 
 
 def _counterpart(name: str) -> str:
@@ -99,10 +96,3 @@ def _counterpart(name: str) -> str:
         del below[0]
     home = ["ringreduce"] if below[:1] and below[0] in (*EXTENSIONS, *ENGINES) else ["ringreduce", "horovod"]
     return ".".join([*home, *below])
-
-
-def _keras_state(name: str) -> Any:
-    """Find in ``horovod.tensorflow.elastic`` what is Keras's: here it is a binding of its own."""
-    if name != "TensorFlowKerasState":
-        raise AttributeError(f"module 'horovod.tensorflow.elastic' has no attribute {name!r}")
-    return importlib.import_module("ringreduce.keras").elastic.TensorFlowKerasState

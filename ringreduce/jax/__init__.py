@@ -28,8 +28,7 @@ from ringreduce.jax.optimizer import (
     DistributedTransformation,
     RankState,
 )
-from ringreduce.runtime.world_names import (
-    ProcessSet,
+from ringreduce.runtime import (
     add_process_set,
     cross_rank,
     cross_size,
@@ -47,6 +46,7 @@ from ringreduce.runtime.world_names import (
     start_timeline,
     stop_timeline,
 )
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.error_text import error_of
 from ringreduce.training.calls.averages import weighted_average
 from ringreduce.training.calls.handles import join

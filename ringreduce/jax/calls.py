@@ -184,14 +184,6 @@ def _total_or_zeros(ranks: Communicator, call: CompiledCall, source: Host, out: 
     return out  # type: ignore[no-any-return]
 
 
-def _reduce(ranks: Communicator, call: CompiledCall, source: Host, out: Any) -> Host:
-    return _or_own(ranks.reduce(source, call.root, call.op, out=out), source, out)
-
-
-def _gather(ranks: Communicator, call: CompiledCall, source: Host, out: Any) -> Host:
-    return _or_own(ranks.gather(source, call.root, out=out), source, out)
-
-
 def _or_own(made: Host | None, source: Host, out: Any) -> Host:
     """Return what a root has got; on other ranks, which got None, their own array."""
     if made is not None:
@@ -242,9 +234,9 @@ _BLOCKING: dict[str, Callable[[Communicator, CompiledCall, Host, Any], Host]] = 
     "allgather": lambda ranks, call, source, out: ranks.allgather(source, out=out),
     "alltoall": lambda ranks, call, source, out: ranks.alltoall(source, out=out),
     "broadcast": lambda ranks, call, source, out: ranks.broadcast(source, call.root, out=out),
-    "gather": _gather,
+    "gather": lambda ranks, call, source, out: _or_own(ranks.gather(source, call.root, out=out), source, out),
     BROADCAST_GRADIENT: _total_or_zeros,
-    "reduce": _reduce,
+    "reduce": lambda ranks, call, source, out: _or_own(ranks.reduce(source, call.root, call.op, out=out), source, out),
     "scan": lambda ranks, call, source, out: prefix(_messages(call), source, call.op, out, inclusive=True),
     "scatter": lambda ranks, call, source, out: ranks.scatter(source, call.root, out=out),
 }

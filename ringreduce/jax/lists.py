@@ -192,8 +192,8 @@ class HostTrees:
         leaves, structure = jax.tree.flatten(like)
         if is_traced(leaves):
             raise ConfigError("the last averages are values: call synchronize() outside of jit")
-        known = [own for own, (other, *_) in zip(self._known, self._known.keys, strict=True) if other == structure]
-        if len(self._known) and not known:
+        known = [own for (other, *_), own in self._known.kept.items() if other == structure]
+        if self._known.kept and not known:
             raise ConfigError("synchronize() takes parameters of the structure of the gradients, and got another one")
         for reduction in known:
             for averages in reduction.pending():

@@ -13,7 +13,7 @@ compiled programs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -114,8 +114,12 @@ def _room(like: Any) -> Any:
 
 
 def _compiled(call: CompiledCall, sent: Sequence[Any], rooms: Sequence[Any], one_way: str | None) -> Sequence[Any]:
-    run = jax.custom_vjp(_call(call, [room.shape for room in rooms]))
     sent_like = [(each.shape, each.dtype) for each in sent]
+    shapes = [room.shape for room in rooms]
+    count = len(sent)
+    text = json.dumps(call)
+    how: dict[str, Any] = {"batched": "broadcast_all", "in_place": True, "always": True}
+    run = jax.custom_vjp(lambda *arrays: ffi.call(text, arrays[count:], shapes, after=arrays[:count], **how))
 
     def forward(*arrays: Any) -> Any:
         if one_way is not None:
@@ -132,17 +136,6 @@ def _compiled(call: CompiledCall, sent: Sequence[Any], rooms: Sequence[Any], one
 
     run.defvjp(forward, backward)
     return run(*sent, *rooms)  # type: ignore[no-any-return]
-
-
-def _call(call: CompiledCall, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[Any]]:
-    """Return a function that takes the arrays to send, then those in whose memory it receives."""
-
-    def run(*arrays: Any) -> list[Any]:
-        count = len(arrays) - len(shapes)
-        how: dict[str, Any] = {"batched": "broadcast_all", "in_place": True, "always": True}
-        return ffi.call(json.dumps(call), arrays[count:], shapes, after=arrays[:count], **how)
-
-    return run
 
 
 def _gradient(cotangent: Any, made: Any) -> Any:

@@ -92,23 +92,32 @@ class _Collectives(Differentiable):
 
     def reduce(self, values: Sequence[Any], op: Op, root: int) -> Sequence[Any]:
         """Return what the arrays of all ranks come to on the root, a rank of the world; on others their own arrays."""
-        how: dict[str, Any] = {"op": op, "root": root, "always": True}
-        return self._flow("reduce", None, adjoint=_refused("reduce", "allreduce"), values=values, **how)
+        return self._one_way("reduce", "allreduce", values, op=op, root=root, always=True)
 
     def gather(self, values: Sequence[Any], root: int) -> Sequence[Any]:
         """Concatenate arrays along their first dimension on the root; return on other ranks their own arrays."""
-        how: dict[str, Any] = {"root": root, "always": True}
-        return self._flow("gather", None, adjoint=_refused("gather", "allgather"), values=values, **how)
+        return self._one_way("gather", "allgather", values, root=root, always=True)
 
     def scatter(self, values: Sequence[Any], root: int) -> Sequence[Any]:
         """Return this rank's parts of the root's arrays."""
-        return self._flow("scatter", None, adjoint=_refused("scatter", "alltoall"), values=values, root=root)
+        return self._one_way("scatter", "alltoall", values, root=root)
 
     def scan(self, values: Sequence[Any], op: Op) -> Sequence[Any]:
         """Reduce arrays over the ranks up to this one."""
         with RequestBuilder("scan", self._name, self._process_set):
             require_no_average(ReduceOp.parse(op), "scan")
-        return self._flow("scan", None, adjoint=_refused("scan", "allgather"), values=values, op=op)
+        return self._one_way("scan", "allgather", values, op=op)
+
+    def _one_way(self, kind: str, instead: str, values: Sequence[Any], **how: Any) -> Sequence[Any]:
+        """Carry out a collective that no gradient flows through.
+
+        To ask for one is an error: without an adjoint, a backward pass would leave it out where no result is used.
+        """
+
+        def refuse(*_: object) -> NoReturn:
+            raise ConfigError(f"no gradient flows through {kind}; use {instead}, or jax.lax.stop_gradient")
+
+        return self._flow(kind, None, adjoint=refuse, values=values, **how)
 
     def _times(self, value: Any, factor: float) -> Any:
         wide = value.astype(jnp.float32) if DType.of(value.dtype).half else value
@@ -209,15 +218,6 @@ def _result_shape(call: CompiledCall, shape: Shape, process_set: ProcessSet, tra
     return (rows, *shape[1:])
 
 
-def _refused(kind: str, instead: str) -> Callable[[_Collectives, Sequence[Any]], NoReturn]:
-    """Return what takes the place of an adjoint, as the backward pass would be left out where no result is used."""
-
-    def refuse(_: _Collectives, __: Sequence[Any]) -> NoReturn:
-        raise ConfigError(f"no gradient flows through {kind}; use {instead}, or jax.lax.stop_gradient")
-
-    return refuse
-
-
 # ---- what programs call ----
 
 
@@ -301,44 +301,28 @@ def allreduce(
         postscale_factor: multiplies the result; must agree.
         process_set: the ranks that take part.
     """
-    how: dict[str, Any] = {"name": name, "compression": compression, "process_set": process_set}
-    how |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return allreduce_of(tree, op, **how)
-
-
-def allreduce_of(
-    tree: Any,
-    op: Op,
-    *,
-    name: str | None = None,
-    compression: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    identity: Identity | None = None,
-) -> Any:
-    """Do what `allreduce` does for arrays that have an identity, which tells them from others on all ranks."""
     how = op, prescale_factor, postscale_factor, compression
-    return _on_leaves(_Collectives.allreduce, "allreduce", tree, name, process_set, *how, identity=identity)
+    return _on_leaves(_Collectives.allreduce, "allreduce", tree, name, process_set, *how)
 
 
 def reduce_gradients(
-    step: StepReduction,
+    step: StepReduction | None,
     tree: Any,
     op: Op,
     *,
     name: str | None = None,
     compression: str | None = None,
-    predivide_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    identity: Identity | None = None,
+    predivide_factor: float,
+    process_set: ProcessSet,
+    identity: Identity | None,
 ) -> Any:
-    """Do what `allreduce` does for the gradients of a step. Collective.
+    """Do what `allreduce` does for gradients. Collective.
 
     Args:
-        step: which.
-        tree, op, name, compression, process_set, identity: as for `allreduce_of`.
+        step: whose gradients these are; None: they are not looked at.
+        tree, op, name, compression, process_set: as for `allreduce`.
         predivide_factor: divides the gradients before they are summed, and multiplies the sums.
+        identity: tells the gradients from others, on all ranks.
     """
     how = op, 1.0 / predivide_factor, predivide_factor, compression
     return _on_leaves(_Collectives.allreduce, "allreduce", tree, name, process_set, *how, identity=identity, step=step)

@@ -21,7 +21,7 @@ from ringreduce.common.reduce_ops import AVERAGE, SUM, ReduceOp
 from ringreduce.jax.calls import FUNCTIONS, CompiledCall, is_traced, is_tracing, name_here, ranks_of, run_compiled
 from ringreduce.jax.leaves import is_sparse, usable, usable_leaves
 from ringreduce.jax.lists import HostTrees, needs_host, unmapped
-from ringreduce.jax.ops import allreduce_of, reduce_gradients
+from ringreduce.jax.ops import reduce_gradients
 from ringreduce.jax.private import around_that_skips
 from ringreduce.jax.steps import StepReduction, Steps
 from ringreduce.runtime import config
@@ -127,10 +127,9 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
     def identified(updates: Any) -> Identity | None:
         return None if name is not None else _identity(number, updates)
 
-    def reduce(updates: Any) -> Any:
-        how: dict[str, Any] = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
-        how |= {"name": name, "identity": identified(updates), "process_set": process_set}
-        return allreduce_of(updates, kind, **how)
+    def reduce(updates: Any, step: StepReduction | None = None) -> Any:
+        how: dict[str, Any] = {"name": name, "identity": identified(updates), "process_set": process_set}
+        return reduce_gradients(step, updates, kind, predivide_factor=factor, **how)
 
     if wanted is not None and not staleness:
         assert isinstance(kind, ReduceOp)
@@ -152,8 +151,7 @@ def DistributedGradientTransformation(  # noqa: N802  # used as a class, as in H
         if staleness or samples is not None or needs_host(process_set, updates):
             updates = trees.reduce(updates, name, samples, identified(updates), step)
         else:
-            how: dict[str, Any] = {"name": name, "identity": identified(updates), "process_set": process_set}
-            updates = reduce_gradients(step, updates, kind, predivide_factor=factor, **how)
+            updates = reduce(updates, step)
         return inner.update(updates, state, params, **extra)
 
     transformation = DistributedTransformation(inner.init, update)

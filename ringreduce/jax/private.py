@@ -23,7 +23,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow import loops as _loops
 from jax.extend import core
 
-from ringreduce.common.private_parts import Part, lacking, mentions, missing
+from ringreduce.common.private_parts import Part, lacking, mentions
 
 #: The versions of JAX with which all of this was tried; the tests run with the last one.
 TRIED = ("0.5.0", "0.10.2")
@@ -202,8 +202,3 @@ PARTS = (
     ),
     Part("foreign_interface", lambda: foreign_interface() == _MAJOR, "compiled programs cannot call collectives"),
 )
-
-
-def self_test() -> dict[str, str]:
-    """Return the functions of which this version of JAX lacks the part, and what is lost; see `missing`."""
-    return missing(PARTS)

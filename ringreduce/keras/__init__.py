@@ -25,19 +25,7 @@ from ringreduce.keras.functions import (
     reducescatter,
 )
 from ringreduce.keras.optimizer import Compression, DistributedOptimizer, PartialDistributedOptimizer, load_model
-from ringreduce.runtime.built import (
-    ccl_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ringreduce.runtime.world_names import (
-    ProcessSet,
+from ringreduce.runtime import (
     add_process_set,
     cross_rank,
     cross_size,
@@ -55,6 +43,18 @@ from ringreduce.runtime.world_names import (
     start_timeline,
     stop_timeline,
 )
+from ringreduce.runtime.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.calls.averages import weighted_average
 from ringreduce.training.calls.handles import join
 from ringreduce.training.calls.objects import allgather_object, broadcast_object

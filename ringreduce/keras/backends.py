@@ -104,9 +104,10 @@ if keras.backend.backend() == "jax":
             super().count(samples)
 
         def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
-            step = self._step(gradients, variables)
+            given = [variable for variable, gradient in zip(variables, gradients, strict=True) if gradient is not None]
+            step = self._step(given, variables)
             if self.staleness or self.samples is not None or needs_host(self._process_set, gradients):
-                return self._listed(gradients, variables, step)
+                return self._listed(gradients, given, step)
             self._plain = True
             options = self._options
             averages: list[Any] = reduce_gradients(
@@ -120,36 +121,30 @@ if keras.backend.backend() == "jax":
             )
             return averages
 
-        def _step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> StepReduction:
-            given = [variable for variable, gradient in zip(variables, gradients, strict=True) if gradient is not None]
+        def _step(self, given: Sequence[Any], variables: Sequence[Any]) -> StepReduction:
+            """Return a step, by the variables that have a gradient, and by all."""
             values = [variable.value for variable in variables] if self.values is None else self.values
             paths = [variable.path for variable in variables]
             with nullcontext() if self.state is None else keras.StatelessScope(self.state):
                 settings = self.settings()
             return self._steps.of_lists(lambda: [variable.path for variable in given], values, lambda: paths, settings)
 
-        def _listed(self, gradients: Sequence[Any], variables: Sequence[Any], step: StepReduction) -> Sequence[Any]:
-            there = [number for number, gradient in enumerate(gradients) if gradient is not None]
-            given = [gradients[number] for number in there]
-            made = list(gradients)
-            key = tuple(id(variables[number]) for number in there)
-            known = [variables[number] for number in there]
+        def _listed(self, gradients: Sequence[Any], given: Sequence[Any], step: StepReduction) -> Sequence[Any]:
+            there = [gradient for gradient in gradients if gradient is not None]
 
             def make() -> HostReduction:
                 return HostReduction(
                     _KIND,
-                    given,
+                    there,
                     process_set=self._process_set,
                     samples=lambda: self.samples,
-                    identity=_identity(self.number, known),
+                    identity=_identity(self.number, given),
                     advice=_ADVICE,
                     **_how(self._options),
                 )
 
-            reduced = self.known.find(key, make, known).reduce(given, step=step)
-            for number, average in zip(there, reduced, strict=True):
-                made[number] = average
-            return made
+            reduced = iter(self.known.find(tuple(map(id, given)), make, given).reduce(there, step=step))
+            return [None if gradient is None else next(reduced) for gradient in gradients]
 
     def reduction_of(options: Options, sparse_as_dense: bool, process_set: ProcessSet) -> ListReduction:
         """Return the reducer of all gradients, as one operation."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime
 from ringreduce.common.errors import MismatchError
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.keras.backends import as_numpy
+from ringreduce.runtime.blocking import world
 from ringreduce.training.binding.keras_private import passes_made
 from ringreduce.training.calls.requests import RequestBuilder
 
@@ -22,12 +22,12 @@ def passes_of(model: Any) -> int:
 
 def differs_anywhere(differs: bool) -> bool:
     """Return whether something holds on any rank. Collective."""
-    return bool(runtime.world().allgather(np.array([differs])).any())
+    return bool(world().allgather(np.array([differs])).any())
 
 
 def began_alike(epoch: int) -> None:
     """Raise `MismatchError` on all ranks if `fit` begins with another epoch on some. Collective."""
-    epochs = runtime.world().allgather(np.array([epoch])).tolist()
+    epochs = world().allgather(np.array([epoch])).tolist()
     if len(set(epochs)) > 1:
         raise MismatchError(
             {rank: f"fit() begins with epoch {epoch}" for rank, epoch in enumerate(epochs)},

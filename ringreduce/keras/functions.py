@@ -18,28 +18,10 @@ from ringreduce.keras.backends import as_numpy, named_as
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.host import HOST
-from ringreduce.training.calls.ops import Adasum, Average, Max, Min, Product, ReproducibleSum, Sum
 from ringreduce.training.calls.parameters import broadcast_parameters
 from ringreduce.training.calls.requests import Request, RequestBuilder
 from ringreduce.training.compression.tensors import wire_format_of
 from ringreduce.training.options.options import Op, chosen_op, require_no_op
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "ReproducibleSum",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_variables",
-    "reducescatter",
-    "without",
-]
 
 
 def _collective(

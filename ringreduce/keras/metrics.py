@@ -8,9 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce import runtime
 from ringreduce.common.arguments import CheckingArguments
 from ringreduce.keras.backends import as_numpy
+from ringreduce.runtime.blocking import world
 from ringreduce.training.binding.identity import agreed_names
 from ringreduce.training.calls.averages import weighted_average
 
@@ -39,7 +39,7 @@ def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, we
     """
     names = agreed_names(logs)  # Keras counts metrics, too: one rank's "auc_1" is another's "auc"
     mine = np.array([[trained, evaluated]] if weighted else [[UNKNOWN, UNKNOWN]])
-    everyone = runtime.world().allgather(mine)
+    everyone = world().allgather(mine)
     averages: dict[str, Any] = {}
     for column, are_of_evaluation in enumerate((False, True)):
         counts = everyone[:, column]
@@ -47,7 +47,7 @@ def averages_of(logs: Mapping[str, Any], trained: float, evaluated: float, *, we
         weight = own if counts.min() >= 0 and len(set(counts.tolist())) > 1 else 1.0
         chosen = {names[key]: key for key in logs if key.startswith("val_") == are_of_evaluation}
         if chosen:
-            with CheckingArguments(runtime.world(), "weighted_average"):
+            with CheckingArguments(world(), "weighted_average"):
                 values = {name: _in_host_memory(logs[key], key) for name, key in chosen.items()}
             means = weighted_average(values, weight)
             averages |= {key: means[name] for name, key in chosen.items()}

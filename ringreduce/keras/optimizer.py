@@ -14,7 +14,7 @@ from ringreduce.keras.backends import reduction_of
 from ringreduce.runtime import config
 from ringreduce.runtime.process_sets import require_process_set
 from ringreduce.training.compression.tensors import wire_format_of
-from ringreduce.training.optimizers.applying import Distribution, distribute, variables_of
+from ringreduce.training.optimizers.applying import distribute_as, variables_of
 from ringreduce.training.optimizers.keras_copies import distribute_again, keep_copies_distributed, saved_options
 from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments, checked, options_of
 
@@ -87,12 +87,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     if chosen.adasum:
         raise ConfigError("optimizers of Keras average or sum gradients (op Average or Sum), not op Adasum")
     reduction = reduction_of(chosen, options["sparse_as_dense"], process_set)
-    factor = 1.0 if options["average_aggregated_gradients"] else float(chosen.passes)
-    kept: dict[str, Any] = {**options, "backward_passes_per_step": chosen.passes, "groups": None}
-    again = partial(DistributedOptimizer, **kept)
-    local = options["scale_local_gradients"]
-    how = Distribution(reduction, keras.ops, process_set, scale_local=local, factor=factor, again=again)
-    return distribute(optimizer, how, chosen.passes)
+    return distribute_as(DistributedOptimizer, optimizer, reduction, keras.ops, options, chosen.passes)
 
 
 def PartialDistributedOptimizer(  # noqa: N802  # Horovod's name

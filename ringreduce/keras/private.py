@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from ringreduce.common.private_parts import Part, mentions, missing
+from ringreduce.common.private_parts import Part, mentions
 from ringreduce.training.binding.keras_private import parts_of_optimizers
 
 
@@ -82,8 +82,3 @@ PARTS = (
     ),
     Part("velocities_of", _has_velocities, "momentum_correction of callbacks does nothing"),
 )
-
-
-def self_test() -> dict[str, str]:
-    """Return the functions of which this version of Keras lacks the part, and what is lost; see `missing`."""
-    return missing(PARTS)

@@ -47,9 +47,11 @@ class SeenProcess(ProcessStat):
     def children(self) -> list[SeenProcess]:
         """Return its present children."""
         found: list[int] = []
-        for path in Path(f"/proc/{self.pid}/task").glob("*/children"):
-            with suppress(OSError):  # that thread has ended
-                found += map(int, path.read_text(encoding="ascii").split())
+        with suppress(OSError):  # The process has ended.
+            for thread in os.listdir(f"/proc/{self.pid}/task"):
+                with suppress(OSError):  # That thread has ended.
+                    path = Path(f"/proc/{self.pid}/task/{thread}/children")
+                    found += map(int, path.read_text(encoding="ascii").split())
         return [each for each in map(SeenProcess.read, found) if each is not None]
 
     def command_line(self) -> list[str]:
@@ -123,9 +125,8 @@ class Chains:
         self._told: set[int] = set()  # the ranks whose shells have said how they ended
         self._looks = 0
         self._stopped: set[tuple[int, int]] = set()  # at the last look: mpirun and shells
-        self._unnoticed: dict[
-            tuple[int, int], int
-        ] = {}  # ended children of mpirun, and at how many looks they were there
+        # Ended children of mpirun, and at how many looks they were there.
+        self._unnoticed: dict[tuple[int, int], int] = {}
 
     @property
     def known(self) -> bool:

@@ -155,8 +155,7 @@ class HostConnection:
 
     def receive_content(self) -> Iterator[bytes]:
         """Yield what came by `send_content`, in pieces; an error comes before the last one if it is not whole."""
-        while piece := self.receive():
-            yield piece
+        yield from iter(self.receive, b"")
 
     def _read(self, nbytes: int) -> bytes:
         content = bytearray(nbytes)

@@ -323,10 +323,9 @@ def results(folder: Path, size: int | None, status: int) -> list[Any]:
         raise CollectiveError(f"rank {_job_and_rank(failed[0])[1]} of {size or 'the job'} failed:\n{text}")
     missing = set(range(size or 1)) - {_job_and_rank(path)[1] for path in paths}
     if missing:
-        wrong_use = status == _WRONG_USE
         said = f"the job ended with status {status}, and of {size or 'its'} ranks these had not returned: "
         said += f"{', '.join(map(str, sorted(missing)))}; its output says why"
-        raise ConfigError(said) if wrong_use else CollectiveError(said)
+        raise ConfigError(said) if status == _WRONG_USE else CollectiveError(said)
     if status:
         _log.warning("all ranks returned, but the job ended with status %d", status)
     return [pickle.loads(path.read_bytes()) for path in paths]

@@ -131,8 +131,7 @@ class _Results:
     def receive(self, connection: HostConnection) -> None:
         """Receive the call."""
         with open(os.path.join(self._folder, CALL), "xb") as file:
-            for piece in connection.receive_content():
-                file.write(piece)
+            file.writelines(connection.receive_content())
 
     def send(self, connection: HostConnection) -> None:
         """Send the files that have come: the name, and then the content."""

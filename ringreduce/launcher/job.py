@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ringreduce.common.config import Config
 from ringreduce.common.errors import ConfigError
+from ringreduce.common.launch import own_host
 from ringreduce.common.processes import end_with_parent, handles, is_launcher, is_pending
 from ringreduce.launcher import states
 from ringreduce.launcher.chains import Chains, SeenProcess, send
@@ -107,10 +108,9 @@ class Job:
         )
         self._output = Output(None if start.spec.verbose else lambda: self._chains.mpirun.pid)
         self._tracebacks = Tracebacks(_ranks_of(line))
-        here = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
         self._chains = Chains(
             self._process.pid,
-            (lambda rank: tell(Mark(DIED_UNSAID, rank, here))) if start.spec.elastic else None,
+            (lambda rank: tell(Mark(DIED_UNSAID, rank, own_host()))) if start.spec.elastic else None,
             say=self.say,
             patience=_timeout_s(environment) / _LOOK_EVERY_S,
             has_mpirun=is_launcher(Path(line[0]).name),

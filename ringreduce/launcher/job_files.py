@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from string import Template
+from typing import Any
 
 from ringreduce.common.errors import ConfigError
 
@@ -17,40 +18,22 @@ SUBMIT = {"slurm": ("sbatch",), "k8s": ("kubectl", "create", "-f", "-")}
 TEMPLATES = {"slurm": ("slurm-run.sh", "slurm-elastic.sh"), "k8s": ("mpijob.yaml", "mpijob.yaml")}
 
 
-def fill(
-    template: str,
-    command: Sequence[str],
-    *,
-    name: str,
-    nodes: int,
-    ranks: int,
-    cores: int,
-    time_s: int,
-    image: str = "",
-) -> str:
+def fill(template: str, command: Sequence[str], values: Mapping[str, Any]) -> str:
     """Return the text of a job's file.
 
     Args:
         template: one of `TEMPLATES`.
         command: command that starts the ranks.
-        name: name of the job.
-        nodes: number of hosts.
-        ranks: ranks on each host.
-        cores: cores of each rank.
-        time_s: seconds after which the scheduler ends it.
-        image: image of its containers.
+        values: name of the job; nodes, how many hosts; ranks on each; cores of each rank; time_s, seconds after which
+            the scheduler ends it; and for Kubernetes image, that of its containers.
     """
+    time_s = values["time_s"]
     return Template((files(__package__) / "jobs" / template).read_text("ascii")).substitute(
+        values,
         shell_command=shlex.join(command),
         command_as_json=json.dumps([*command]),
-        name=name,
-        nodes=nodes,
-        ranks=ranks,
-        cores=cores,
-        cores_of_node=ranks * cores,
+        cores_of_node=values["ranks"] * values["cores"],
         clock=f"{time_s // 3600:02}:{time_s // 60 % 60:02}:{time_s % 60:02}",
-        time_s=time_s,
-        image=image,
     )
 
 

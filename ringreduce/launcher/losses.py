@@ -77,7 +77,8 @@ class Losses:
 
         Args:
             ranks: by host.
-            hears_all: whether all that ranks of other hosts say comes here.
+            hears_all: whether all that ranks of other hosts say comes here, and each agent was started; if not, the
+                silence of a host does not count.
         """
         spec = self._start.spec
         hears = self._start.is_remote(ranks) and hears_all
@@ -207,11 +208,9 @@ class Losses:
             for words in logins():
                 host = next((each for each in self.by_ssh if each in words), None)
                 awaits = _AWAITS.search(" ".join(words))
-                if (
-                    host is not None
-                    and awaits
-                    and (host not in self._checked or self._checked[host].poll() is not None)
-                ):
+                if host is None or awaits is None:
+                    continue
+                if host not in self._checked or self._checked[host].poll() is not None:
                     test = [sys.executable, "-I", "-S", "-c", _CONNECTS, awaits[2], *awaits[1].split(",")]
                     self._checked[host] = self._call(host, _ANSWER_S, shlex.join(test))
         return ""
@@ -223,14 +222,9 @@ class Losses:
 
     def _call(self, host: str, limit_s: float, command: str = "true") -> subprocess.Popen[bytes]:
         """Begin to log in to a host and out; the status is 0 if that, and a command there, succeeds."""
+        limit = ["timeout", "--kill-after=1", f"{limit_s:g}"]
         return subprocess.Popen(
-            [
-                "timeout",
-                "--kill-after=1",
-                f"{limit_s:g}",
-                *self._start.mpirun.ssh_to(host, self._start.spec, os.environ),
-                command,
-            ],
+            [*limit, *self._start.mpirun.ssh_to(host, self._start.spec, os.environ), command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ _LINE = re.compile(rb"(\S*) ([0-9]{1,9}) (\S{1,255}) ([a-z ]{1,20})")
 _READ_NBYTES = 1 << 16
 
 
-# What a mark says. The shell over a rank:
+# What a mark says. Ranks and shells write these words, not the names. The shell over a rank:
 COME = "has come"  # to a host that mpirun reaches: the rank begins
 NO_PACKAGE = "has no package there"  # its host does not have ringreduce where the launcher has it
 ENDED_WELL = "has ended well"

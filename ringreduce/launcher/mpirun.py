@@ -153,10 +153,7 @@ class Mpirun:
                 )
                 wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
             elif threads > 1:  # or all threads of a rank share the core that this is bound to
-                name = (
-                    "PRTE_MCA_hwloc_default_binding_policy" if self.major >= 5 else "OMPI_MCA_hwloc_base_binding_policy"
-                )
-                wanted[name] = "none"
+                wanted[self._binding] = "none"
             if spec.interfaces:
                 asked["OMPI_MCA_btl_tcp_if_include"] = spec.interfaces
         elif self.kind == "Intel MPI":
@@ -187,14 +184,18 @@ class Mpirun:
             return {"I_MPI_PIN": "0"}
         if self.kind != "Open MPI":
             return {}
-        if self.major < 5:
-            return {"OMPI_MCA_hwloc_base_binding_policy": "none"}
-        found = {"PRTE_MCA_hwloc_default_binding_policy": "none"}  # or all threads of a rank would share one core
-        if spec.host_timeout_s:  # of the connections between daemons; those of the system take minutes to fail
+        found = {self._binding: "none"}  # or all threads of a rank would share one core
+        # Of the connections between daemons; those of the system take minutes to fail.
+        if self.major >= 5 and spec.host_timeout_s:
             found["PRTE_MCA_oob_tcp_keepalive_time"] = f"{spec.host_timeout_s // 3:.0f}"
             found["PRTE_MCA_oob_tcp_keepalive_intvl"] = f"{spec.host_timeout_s // 5:.0f}"
             found["PRTE_MCA_oob_tcp_keepalive_probes"] = "3"
         return found
+
+    @property
+    def _binding(self) -> str:
+        """The variable by which Open MPI binds ranks to cores."""
+        return "PRTE_MCA_hwloc_default_binding_policy" if self.major >= 5 else "OMPI_MCA_hwloc_base_binding_policy"
 
     def ssh_to(self, host: str, spec: LaunchSpec, environ: Mapping[str, str]) -> list[str]:
         """Return the words before a command that runs on a host by ssh, with the options of the launcher."""

@@ -119,8 +119,7 @@ def hear(connection: HostConnection, folder: Path, take: Callable[[str, Any], ob
             raise ValueError(f"{value!r} is no result, or has come before")
         coming = (folder / value).with_suffix(".coming")
         with coming.open("xb") as file:
-            for piece in connection.receive_content():
-                file.write(piece)
+            file.writelines(connection.receive_content())
         coming.rename(folder / value)
 
 

@@ -389,11 +389,9 @@ def make_folder(spec: LaunchSpec) -> None:
     try:
         own_folder(folder)
         require_writable(folder / "rank-0.log")
-    except PermissionError as error:
-        if error.errno is None:  # it is not ours
-            raise ForeignFileError(f"--log-dir: {error}; or name another folder") from None
-        raise ConfigError(f"--log-dir {folder}: cannot write there: {error.strerror}") from None
     except OSError as error:
+        if isinstance(error, PermissionError) and error.errno is None:  # it is not ours
+            raise ForeignFileError(f"--log-dir: {error}; or name another folder") from None
         raise ConfigError(f"--log-dir {folder}: cannot write there: {error.strerror}") from None
 
 

@@ -49,7 +49,7 @@ class Phase(Enum):
 
 
 #: How long a phase takes at most, where that is always the same. Once ranks leave, all is on disk: whatever the others
-#: do, the next mpirun begins with that. mpirun gives ranks less than a second to end.
+#: do, the next mpirun begins with that. mpirun gives ranks less than a second to end. SIGKILL needs no limit.
 _LIMITS_S = {Phase.LEAVING: 30.0, Phase.ENDING: 15.0}
 
 
@@ -141,7 +141,7 @@ STUCK = "mpirun hangs"
 SILENT = "a host is silent"
 CUT_OFF = "a host cannot connect"
 LATE = "ranks come too late"
-UNREACHED = "a login fails"
+UNREACHED = "a host is not reached"
 ANSWERS = "a lost host answers"
 # Signals to this process, and to mpirun.
 END_ASKED = "SIGTERM, SIGHUP"

@@ -167,9 +167,8 @@ class Tracebacks:
         most = self._ranks if self._ranks is not None else 1 << 30
         like = [each for each in self._shown if now - each.begun < _TOGETHER_S and each.count < most]
         if not like:
-            if self._growing is not None:  # of another rank: what follows may be of either
-                return _HEAD
-            self._show([_HEAD], rank)
+            if self._growing is None:  # else that is of another rank, and what follows may be of either
+                self._show([_HEAD], rank)
             return _HEAD
         self._copies.append(_RepeatedTraceback(like, [_HEAD], rank))
         return b""

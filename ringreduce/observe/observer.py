@@ -144,15 +144,8 @@ class Observer:
         recorder = self.recorder
         now = self._collection.latest()
         laps = [] if recorder.step_clock is None else [*recorder.step_clock.laps]
-        figures = figures_of(
-            metrics,
-            laps,
-            nodes=nodes,
-            began_s=self._began_s,
-            made=recorder.steps,
-            hosts={each.rank: each.host for each in now},
-            uses=uses_of(now),
-        )
+        hosts = {each.rank: each.host for each in now}
+        figures = figures_of(metrics, laps, nodes, self._began_s, recorder.steps, hosts, uses_of(now))
         return report_of(figures, laps, recorder.values.last())
 
     def conclude(self, report: Callable[[], JobReport | None]) -> None:

@@ -293,11 +293,8 @@ def _absent(launched: Launch) -> str:
 
 def _networks_said(launched: Launch) -> str:
     """Say which networks messages between hosts go over, as these may not join the hosts; nothing on one host."""
-    over = (
-        ""
-        if launched.local_size in (None, launched.size)
-        else networks.in_use(launched.networks, launched.other_networks)
-    )
+    is_one_host = launched.local_size in (None, launched.size)
+    over = "" if is_one_host else networks.in_use(launched.networks, launched.other_networks)
     if not over:
         return ""
     return (

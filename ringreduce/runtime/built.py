@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from ringreduce.gpu.inventory import nccl_version
-from ringreduce.runtime import global_process_set, world
+from ringreduce.runtime import global_process_set
 
 
 def mpi_built() -> bool:
@@ -15,7 +15,7 @@ def mpi_built() -> bool:
 
 def mpi_enabled() -> bool:
     """Return whether the ranks of this world are connected by MPI."""
-    return world().size > 1
+    return global_process_set.communicator.size > 1
 
 
 def mpi_threads_supported() -> bool:

@@ -44,7 +44,7 @@ def reduce_scatter(comm: Communicator, out: Any, array: Any, op: ReduceOp | str)
     """
     with CheckingArguments(comm, "reduce_scatter"):
         target = _host(out)
-        room = _room(out, _host(out))
+        room = _room(out, target)
         if isinstance(array, (list, tuple)):
             flat, counts = _parts_of(comm, out, target, arrays=array)
         else:
@@ -146,7 +146,7 @@ def gather(comm: Communicator, outs: Sequence[Any] | None, array: Any, root: int
             _require_usable(targets, [source])
             _require_equal_counts("gather", "output", targets, one="input", operand=source)
             room = like(array, (comm.size, source.count))
-        row = _rows(array, source)
+        row = array.reshape(1, source.count)
     comm.gather(row, root, out=room)
     if room is not None:
         _store_parts(targets, room.reshape(comm.size * source.count))
@@ -278,11 +278,6 @@ def _room(out: Any, target: Operand) -> Any:
 def _fetch(target: Operand, room: Any) -> None:
     if not target.contiguous:
         target.view[...] = _host(room).view.reshape(target.shape)
-
-
-def _rows(array: Any, operand: Operand) -> Any:
-    """Return the elements in C order as one row: where they are so already, a view."""
-    return array.reshape(1, operand.count)
 
 
 def _require_usable(outputs: Sequence[Operand], inputs: Sequence[Operand]) -> None:

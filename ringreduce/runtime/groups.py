@@ -186,6 +186,4 @@ class Group:
     def observed(self, number: int) -> Observed:
         """Return what is seen of it; ``number``: how many equal groups there are, this one included."""
         name = f"group of ranks {', '.join(map(str, self.ranks))}" + (f" ({number})" if number > 1 else "")
-        return Observed(
-            name, name, self.ranks, communicators={"blocking": self.communicator}, is_open=lambda: self.lifetime.open
-        )
+        return Observed(name, name, self.ranks, {"blocking": self.communicator}, lambda: self.lifetime.open)

@@ -151,7 +151,7 @@ class Process:
         return self._begun(self._connection, settings, StartLimit.of_init(settings))
 
     def _begun(self, connection: Connection, settings: Config, limit: StartLimit) -> OwnWorld:
-        """Begin a world of connected ranks. Collective."""
+        """Begin a world of connected ranks, in `init` and after a recovery. Collective."""
         logs.set_up(settings.log_level, connection.name)
         lifetime = Lifetime()
         # Set before the rest: a failure on one rank must not leave the others waiting.
@@ -161,13 +161,7 @@ class Process:
             _dump_on_request(self.own)
         self._is_restartable = launch().is_restartable
         world = OwnWorld.start(
-            self.everyone,
-            connection,
-            settings,
-            limit=limit,
-            followers=self.followers,
-            lifetime=lifetime,
-            recoveries=self.recoveries,
+            self.everyone, connection, settings, limit, self.followers, lifetime, recoveries=self.recoveries
         )
         self._announcement.replace(ParentRank(world.rank, world.hosts.nodes).to_json())
         return world

@@ -180,9 +180,7 @@ class ProcessSet:
         """Return what is seen of it; of one that is `connected`."""
         name = f"process set {self._number}" if self._number else "world"
         communicators = {"blocking": self.communicator, "asynchronous": self.engine.communicator}
-        return Observed(
-            self._number or 0, name, self._ranks or (), communicators=communicators, is_open=lambda: self.connected
-        )
+        return Observed(self._number or 0, name, self._ranks or (), communicators, lambda: self.connected)
 
     @property
     def communicator(self) -> Communicator:
@@ -340,12 +338,4 @@ def context_of(
     waiter = Waiter(settings.timeout_s)
     messages = checked(make(waiter)) if settings.checksum else make(waiter)
     node = join(messages, waiter, settings, host=host_name(), make_segments=MemfdSegments, warn=warn)
-    return Context(
-        messages,
-        waiter,
-        node,
-        config=settings,
-        called=called,
-        counts_decide=counts_decide,
-        lifetime=lifetime.child(when_closed),
-    )
+    return Context(messages, waiter, node, settings, called, counts_decide, lifetime.child(when_closed))

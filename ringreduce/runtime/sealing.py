@@ -98,9 +98,8 @@ class Handshake:
         except (TransportError, TypeError, ValueError) as error:
             messages.exchange(b"")  # It opens for nobody, so that all ranks raise an error.
             raise ChangedMessageError(f"what rank 0 gives to rank {self._rank} does not open: {error}") from None
-        transcript = hashlib.sha256(
-            json.dumps([introductions, answers]).encode()
-        ).digest()  # They travelled in the open: all must know the same.
+        # They travelled in the open: all must know the same.
+        transcript = hashlib.sha256(json.dumps([introductions, answers]).encode()).digest()
         SealedMessages(messages, Secret(key.derive("first messages", transcript))).exchange(b"")
         return key
 

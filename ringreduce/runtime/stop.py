@@ -48,8 +48,7 @@ class StopRequest:
         self._listens = True
         for number in (signal.SIGTERM, signal.SIGUSR1):
             before = signal.getsignal(number)
-            unhandled = before is signal.SIG_DFL and not processes.handles(os.getpid(), number)
-            if unhandled or processes.is_own_handler(before):
+            if processes.is_default(number) or processes.is_own_handler(before):
                 self._before[number] = signal.signal(number, self._on_signal)
         processes.end_children_by_sigterm()
 

@@ -77,7 +77,7 @@ class Termination:
         """
         sys.excepthook = self._on_exception
         sys.exit = _named_like(self._exit, self._on_sys_exit)
-        if threading.current_thread() is threading.main_thread() and _is_default(signal.SIGTERM):
+        if threading.current_thread() is threading.main_thread() and processes.is_default(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._on_signal)
             processes.end_children_by_sigterm()
         shell = launch().shell
@@ -303,10 +303,3 @@ def _write_line(text: str) -> None:
     with contextlib.suppress(OSError):  # Its reader may have ended.
         while rest:
             rest = rest[os.write(_STANDARD_ERROR, rest) :]
-
-
-def _is_default(number: int) -> bool:
-    """Return whether nothing handles a signal, in Python or below it (`faulthandler` does so unseen)."""
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        return False
-    return not processes.handles(os.getpid(), number)

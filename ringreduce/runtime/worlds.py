@@ -185,15 +185,8 @@ class OwnWorld(World):
         self._asked = np.zeros(1)
         self._numbers: Counter[tuple[int, ...]] = Counter()  # How many groups were made, by their ranks.
         self.recording = Recording()
-        self.observer = Observer(
-            self.rank,
-            self.size,
-            clock,
-            config=config,
-            neighbours=parts.communicator.neighbours(),
-            followers=followers,
-            more=[self.recording],
-        )
+        neighbours = parts.communicator.neighbours()
+        self.observer = Observer(self.rank, self.size, clock, config, neighbours, followers, [self.recording])
         lifetime.listen_while_held("failed below", self.note_refusal)
         self._register(everyone, list(range(messages.size)), parts)
         self.observer.recorder.step_clock = StepClock(self._spent)
@@ -233,16 +226,8 @@ class OwnWorld(World):
             connection.introduce(messages)
             check_settings(messages, config)
             parts = connect(connection.messages, config, lifetime)
-            world = cls(
-                everyone,
-                connection,
-                messages,
-                parts=parts,
-                clock=JobClock.agree(messages),
-                config=config,
-                followers=followers,
-                lifetime=lifetime,
-            )
+            clock = JobClock.agree(messages)
+            world = cls(everyone, connection, messages, parts, clock, config, followers, lifetime)
             _log_choices(world, is_sealed=key is not None)
             world._use_table()
             world.observer.begin(
@@ -343,9 +328,7 @@ class OwnWorld(World):
                 f"{listed}"
             )
         self._groups = [other for other in self._groups if other.lifetime.open]
-        group = Group(
-            self._connection, listed, self.config, timeout_s=timeout_s, advance=self._advance, world=self.lifetime
-        )
+        group = Group(self._connection, listed, self.config, timeout_s, self._advance, self.lifetime)
         self._groups.append(group)
         self._numbers[tuple(listed)] += 1
         self.observer.watch(group.observed(self._numbers[tuple(listed)]))

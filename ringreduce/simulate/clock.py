@@ -115,6 +115,7 @@ class _CallUnderWay:
         nnodes = int(traffic.nodes.max()) + 1
         self._out = np.zeros(nnodes)
         self._into = np.zeros(nnodes)
+        self._state = self.clocks, self._out, self._into
 
     def busy(self) -> Floats:
         """Return how long each processor works for a segment."""
@@ -127,9 +128,9 @@ class _CallUnderWay:
         waves = nsegments // nstreams
         self._repeat(partial(self._wave, nstreams), min(waves, _WAVES))
         if waves > _WAVES:
-            now = [each.copy() for each in self._state()]
+            now = [each.copy() for each in self._state]
             self._repeat(partial(self._wave, nstreams), min(waves - _WAVES, _WAVES))
-            for clock, then in zip(self._state(), now, strict=True):
+            for clock, then in zip(self._state, now, strict=True):
                 clock += (clock - then) * max(0.0, waves / _WAVES - 2)
         if nsegments % nstreams:
             self._wave(nsegments % nstreams)
@@ -141,17 +142,14 @@ class _CallUnderWay:
     def _repeat(self, act: Callable[[], None], times: int) -> None:
         """Do something so many times. Once all clocks have advanced by the same time, they do so for ever."""
         for left in reversed(range(times)):
-            before = [each.copy() for each in self._state()]
+            before = [each.copy() for each in self._state]
             act()
-            moved = [now - then for now, then in zip(self._state(), before, strict=True)]
+            moved = [now - then for now, then in zip(self._state, before, strict=True)]
             by = moved[0][0, 0]
             if all(np.abs(each[each != 0] - by).max(initial=0) <= _SAME * by for each in moved) and moved[0].all():
-                for clock, each in zip(self._state(), moved, strict=True):
+                for clock, each in zip(self._state, moved, strict=True):
                     clock += each * left
                 return
-
-    def _state(self) -> tuple[Floats, Floats, Floats]:
-        return self.clocks, self._out, self._into
 
     def _round(self, timed: _Timed, nstreams: int) -> None:
         for stream in range(nstreams):
@@ -163,11 +161,10 @@ class _CallUnderWay:
         clock = self.clocks[stream]
         begun = clock[each.started.source]
         arrived = begun + timed.posted
-        if len(each.outside):
-            crossed = self._cross(timed, arrived[each.outside])
+        ready = arrived[each.outside]
         arrived += self._links.alpha
         if len(each.outside):
-            arrived[each.outside] = crossed
+            arrived[each.outside] = self._cross(timed, ready)
         clock += timed.sending
         if len(self._under_way[stream]):
             arrived = np.concatenate([self._under_way[stream], arrived])

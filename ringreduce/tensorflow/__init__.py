@@ -18,19 +18,8 @@ require_framework("tensorflow", __name__)
 # ruff: noqa: E402  # what follows imports TensorFlow
 import tensorflow
 
-from ringreduce.runtime.built import (
-    ccl_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ringreduce.runtime.world_names import (
-    ProcessSet,
+from ringreduce.common.errors import CollectiveError as HorovodInternalError
+from ringreduce.runtime import (
     add_process_set,
     cross_rank,
     cross_size,
@@ -48,6 +37,18 @@ from ringreduce.runtime.world_names import (
     start_timeline,
     stop_timeline,
 )
+from ringreduce.runtime.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.tensorflow import (
     compression,
     elastic,
@@ -71,8 +72,8 @@ from ringreduce.tensorflow.functions import (
 )
 from ringreduce.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from ringreduce.tensorflow.local import DiLoCo, LocalSGD
-from ringreduce.tensorflow.mpi_ops import (
-    HorovodInternalError,
+from ringreduce.tensorflow.numbers import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
+from ringreduce.tensorflow.ops import (
     allgather,
     allreduce,
     alltoall,
@@ -83,12 +84,7 @@ from ringreduce.tensorflow.mpi_ops import (
     grouped_allreduce,
     grouped_reducescatter,
     join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
     reducescatter,
-    size_op,
 )
 from ringreduce.tensorflow.optimizer import DistributedOptimizer
 from ringreduce.tensorflow.sync_batch_norm import SyncBatchNormalization
@@ -99,6 +95,7 @@ from ringreduce.training.data.resumable import ResumableLoader
 from ringreduce.training.data.shares import loading, share
 
 _executing_eagerly = tensorflow.executing_eagerly
+_basics = mpi_ops  # in Horovod an object whose methods are the functions that are here
 
 __all__ = [
     "Adasum",

@@ -65,21 +65,17 @@ class LocalGradientAggregationHelper:
     @entry
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         """Return what the passes have given together, reduced over the ranks after the last one. Collective then."""
-        numbers = [number for number, gradient in enumerate(grads) if gradient is not None]
         if not self._sparse_as_dense and any(isinstance(gradient, tf.IndexedSlices) for gradient in grads):
             raise ConfigError("sparse gradients of several passes cannot be summed up: use sparse_as_dense=True")
-        tensors = [tf.convert_to_tensor(grads[n]) for n in numbers]
-        variables = [vars[n] for n in numbers]
+        tensors = [tf.convert_to_tensor(gradient) for gradient in grads if gradient is not None]
+        variables = [variable for variable, gradient in zip(vars, grads, strict=False) if gradient is not None]
 
         def specs() -> list[Spec]:
             return [*((tensor.dtype, tensor.shape) for tensor in tensors), (tf.bool, [])]
 
         *sums, self._due = run(self._add, tensors, specs, in_order=False)
-        result = list(grads)
-        reduced = tf.cond(self._due, lambda: self._reduced(sums, variables), lambda: sums)
-        for number, each in zip(numbers, reduced, strict=True):
-            result[number] = each
-        return result
+        reduced = iter(tf.cond(self._due, lambda: self._reduced(sums, variables), lambda: sums))
+        return [None if gradient is None else next(reduced) for gradient in grads]
 
     @entry
     def apply_gradients(self, apply_grads_closure: Callable[[], Any], *ignored: Any, **options: Any) -> Any:

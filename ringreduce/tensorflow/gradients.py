@@ -184,7 +184,7 @@ class GradientReduction(ListReduction):
 
     def state_dict(self) -> dict[int, Any]:
         """Return what lossy compression keeps on this rank."""
-        states = [list_of_gradients.training.state_dict() for list_of_gradients in self.known]
+        states = [list_of_gradients.training.state_dict() for list_of_gradients in self.known.kept.values()]
         return {number: state for number, state in enumerate(states) if state}
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
@@ -265,7 +265,7 @@ class GradientReduction(ListReduction):
 
     def _compares_weights(self) -> bool:
         """Return whether some of the next steps compare weights."""
-        reducers = [known_list.training.reducer for known_list in self.known]
+        reducers = [known_list.training.reducer for known_list in self.known.kept.values()]
         return any(reducer.checks.compares_weights(reducer.steps) for reducer in reducers)
 
     def _gather(self, parts: list[Host], name: str, weights: Weights | None) -> list[Host]:
@@ -302,8 +302,8 @@ class GradientReduction(ListReduction):
         named = has_reducers(self._compression) or isinstance(self._groups, (list, tuple)) or self.staleness
         of = _ids(variables)
         key = specs, of
-        if key not in self.known:
-            alike = [key for key in self.known.keys if key[1] == of]
+        if key not in self.known.kept:
+            alike = [key for key in self.known.kept if key[1] == of]
             if len(alike) == _MOST_TRAININGS and not self.staleness:
                 self.known.forget(alike[0])
         make = partial(self._new_training, specs, variables)
@@ -329,7 +329,7 @@ class GradientReduction(ListReduction):
             staleness=self.staleness,
             identity=self._identity(variables),
         )
-        if (saved := self._saved.pop(len(self.known), None)) is not None:
+        if (saved := self._saved.pop(len(self.known.kept), None)) is not None:
             made.training.load_state_dict(**saved)
         return made
 
@@ -350,7 +350,7 @@ class GradientReduction(ListReduction):
     def _forget(self, key: Any) -> None:
         """Forget variables that are gone; their ids may be those of others from now on."""
         del self._identities[key]
-        for each in [each for each in self.known.keys if each[1] == key]:
+        for each in [each for each in self.known.kept if each[1] == key]:
             self.known.forget(each)
 
     def _name(self, identity: Identity, traced: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -14,8 +13,8 @@ from ringreduce.tensorflow.calls import entry
 from ringreduce.tensorflow.compression import Compression
 from ringreduce.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from ringreduce.tensorflow.gradients import GradientReduction
-from ringreduce.tensorflow.mpi_ops import grouped_allreduce
-from ringreduce.training.optimizers.applying import Distribution, distribute, with_methods
+from ringreduce.tensorflow.ops import grouped_allreduce
+from ringreduce.training.optimizers.applying import Distribution, distribute_as, with_methods
 from ringreduce.training.optimizers.keras_copies import keep_copies_distributed
 from ringreduce.training.optimizers.refusals import require_together
 from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments
@@ -70,18 +69,12 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in Horovod
     }
     require_together([name for name, is_used in used.items() if is_used])
     reduction = GradientReduction.of("DistributedOptimizer", options)
-    local = options["scale_local_gradients"]
     if not is_first:
-        factor = 1.0 if averages_passes else float(passes)
-        # No groups: they are lists of variables that a copy does not have.
-        kept: dict[str, Any] = {**options, "backward_passes_per_step": passes, "groups": None}
-        again = partial(DistributedOptimizer, **kept)
         keep_copies_distributed(tf.keras)
-        how = Distribution(reduction, tf.keras.ops, process_set, scale_local=local, factor=factor, again=again)
-        return distribute(optimizer, how, passes)
+        return distribute_as(DistributedOptimizer, optimizer, reduction, tf.keras.ops, options, passes)
     if op == Adasum:
         return _with_adasum(optimizer, process_set)
-    distribution = Distribution(reduction, tf, process_set, scale_local=local)
+    distribution = Distribution(reduction, tf, process_set, scale_local=options["scale_local_gradients"])
     if passes == 1:
         return _with_reduction(optimizer, distribution)
     helper = LocalGradientAggregationHelper(

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringreduce.common.private_parts import Part, lacking, mentions, missing
+from ringreduce.common.private_parts import Part, lacking, mentions
 
 #: The versions of TensorFlow with which all of this was tried; the tests run with the last one.
 TRIED = ("2.18.0", "2.21.0")
@@ -150,8 +150,3 @@ PARTS = (
     ),
     Part("copy_of_tape", lambda: hasattr(tf.GradientTape(), "_recording"), "DistributedGradientTape fails"),
 )
-
-
-def self_test() -> dict[str, str]:
-    """Return the functions of which this version of TensorFlow lacks the part, and what is lost; see `missing`."""
-    return missing(PARTS)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.tensorflow.mpi_ops import allreduce, grouped_allreduce
+from ringreduce.tensorflow.ops import allreduce, grouped_allreduce
 
 
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]

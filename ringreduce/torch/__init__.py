@@ -30,21 +30,9 @@ from ringreduce import runtime
 from ringreduce.collectives import Collective
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.errors import CollectiveError as HorovodInternalError
-from ringreduce.runtime import set_conventions
-from ringreduce.runtime.built import (
-    ccl_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ringreduce.runtime.world_names import (
-    ProcessSet,
+from ringreduce.runtime import (
     add_process_set,
+    blocking,
     cross_rank,
     cross_size,
     global_process_set,
@@ -56,11 +44,24 @@ from ringreduce.runtime.world_names import (
     metrics,
     rank,
     remove_process_set,
+    set_conventions,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
+from ringreduce.runtime.built import (
+    ccl_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import (
     checkpoint,
     compression,
@@ -237,5 +238,5 @@ _around += [Stepper.step, ShardedStep.step, ShardedStep._evaluated]
 _around += [SplitUpdates.step, SplitUpdates._split_step, SplitUpdates._evaluated, SplitUpdates._update_missing]
 leave_uncompiled(*_around, callees=False)
 leave_uncompiled(runtime.count, runtime.report_value)
-for _place in (runtime, Communicator):
+for _place in (blocking, Communicator):
     leave_uncompiled(_place.barrier, *(getattr(_place, each.value) for each in Collective))

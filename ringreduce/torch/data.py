@@ -68,7 +68,7 @@ class DistributedSampler(Sampler[Any]):
         self.seed = whole_number("seed", seed, 0)
         self.epoch = 0
         self._repeated: RepeatedEpochs | None = RepeatedEpochs()
-        self._ends = _checked(ends)
+        ends = _checked(ends)
         if shares not in ("even", "speed"):
             raise ConfigError(f'shares is "even" or "speed", got {shares!r}')
         if shares == "speed" and batch_size is None:
@@ -77,16 +77,15 @@ class DistributedSampler(Sampler[Any]):
                 "give it to DataLoader(batch_sampler=...)"
             )
         self._start = 0  # so many samples of the next iteration's order are left out, which the ranks have had
-        self._batches: Batches | None = None
-        if batch_size is not None:
-            self._batches = Batches(whole_number("batch_size", batch_size, 1), ends, by_speed=shares == "speed")
+        self._gives_batches = batch_size is not None
+        size = 1 if batch_size is None else whole_number("batch_size", batch_size, 1)
+        self._batches = Batches(size, ends, by_speed=shares == "speed")
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, so that it has another order, and new shares; the same on all ranks."""
         self.epoch = whole_number("epoch", epoch, 0)
         self._repeated = None  # the program knows of epochs
-        if self._batches is not None:
-            self._batches.renew()
+        self._batches.renew()
 
     def start_at(self, count: int) -> None:
         """Leave out the first samples in the next iteration; the ranks that there are then divide the rest.
@@ -99,17 +98,21 @@ class DistributedSampler(Sampler[Any]):
     @property
     def samples_each(self) -> int:
         """Of how many samples of the order each rank's item is, on average over the ranks: a sample, or a batch."""
-        return 1 if self._batches is None else self._batches.size
+        return self._batches.size
 
     def __iter__(self) -> Iterator[Any]:
         Subsets.divides(self.dataset)
-        given = self._samples() if self._batches is None else self._batches_of_samples(self._batches)
+        given = self._given()
         return self._repeated.watched(given) if self.shuffle and self._repeated is not None else given
 
-    def _batches_of_samples(self, batches: Batches) -> Iterator[list[Any]]:
-        for batch in batches.of(self._order(), self._taken_start()):
-            yield batch
-            count_progress(samples=len(batch))
+    def _given(self) -> Iterator[Any]:
+        order = self._order()
+        start = self._start
+        self._start = 0
+        for batch in self._batches.of(order, start):
+            item = batch if self._gives_batches else batch[0]
+            yield item
+            count_progress(samples=len(item) if isinstance(item, list) else 1)
 
     def _order(self) -> list[Any]:
         """Return all samples in the order of this epoch, the same on all ranks."""
@@ -119,29 +122,8 @@ class DistributedSampler(Sampler[Any]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(count, generator=generator, device="cpu").tolist()
 
-    def _taken_start(self) -> int:
-        start = self._start
-        self._start = 0
-        return start
-
-    def _samples(self) -> Iterator[Any]:
-        order, (me, ranks) = self._order(), rank_and_size()
-        left = order[self._taken_start() :]
-        if self._ends == "repeat":
-            left += [order[place % len(order)] for place in range(-len(left) % ranks)]
-        elif self._ends == "drop":
-            del left[len(left) - len(left) % ranks :]
-        for index in left[me::ranks]:
-            yield index
-            count_progress(samples=len(index) if isinstance(index, list) else 1)
-
     def __len__(self) -> int:
-        count, (me, ranks) = len(self.dataset), rank_and_size()
-        if self._batches is not None:
-            return self._batches.number(count)
-        if self._ends == "uneven":
-            return len(range(me, count, ranks))
-        return -(-count // ranks) if self._ends == "repeat" else count // ranks
+        return self._batches.number(len(self.dataset))
 
 
 class Shard(IterableDataset[Any]):

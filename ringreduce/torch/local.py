@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
@@ -17,7 +17,7 @@ from ringreduce.runtime import global_process_set, init
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.torch import own_state, wrapper, wrapping
 from ringreduce.torch.compression import Compression, Compressor, each_array
-from ringreduce.torch.local_state import StateAverage
+from ringreduce.torch.local_state import StateAverage, reals
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.torch.own_methods import LOCAL_ADVICE
 from ringreduce.torch.private import scaler_of
@@ -31,12 +31,9 @@ from ringreduce.training.optimizers.quorum import local_training
 from ringreduce.training.optimizers.refusals import refusal
 from ringreduce.training.options.features import LOCAL, SCALER
 from ringreduce.training.options.local_options import LOCAL_OPTIONS, LocalArguments, LocalOptions, averaging
-from ringreduce.training.options.options import checked_names
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack
-
-_Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
 
 _LOCAL = "local"  # a key of state dicts
 
@@ -53,8 +50,7 @@ class TensorLeaves:
         self._tensors: list[torch.Tensor] = []
 
     def find(self) -> tuple[int, str]:
-        found = [each.detach() for each in self._find()]
-        self._tensors = [torch.view_as_real(each) if each.is_complex() else each for each in found]
+        self._tensors = list(map(reals, self._find()))
         wide = any(each.dtype is torch.float64 for each in self._tensors)
         return sum(each.numel() for each in self._tensors), "float64" if wide else "float32"
 
@@ -174,7 +170,7 @@ class DiLoCo(wrapper.Wrapper):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: _Named | None = None,
+        named_parameters: wrapping.NamedParameters = None,
         *,
         warmup_steps: int = 0,
         compression: type[Compressor] = Compression.none,
@@ -201,9 +197,7 @@ class DiLoCo(wrapper.Wrapper):
                 **options,
             )
             places = self._options.cut([each.numel() for each in parameters])
-            model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
-            pairs = named_parameters if model is None else model.named_parameters()
-            self._named = partial(wrapping.named_parameters, optimizer, checked_names(parameters, pairs))
+            self._named = partial(wrapping.named_parameters, optimizer, wrapping.names_of(parameters, named_parameters))
         named = self._named()
         self.needs_whole_commits = shard is not None
         self.needs_own_commits = True
@@ -216,7 +210,7 @@ class DiLoCo(wrapper.Wrapper):
             self._described,
             self._options,
             parameters=[TensorLeaves(partial(list, parameters[place])) for place in places],
-            others=self._others(model),
+            others=self._others(named_parameters),
             writing=self._stepping.writing,
         )
         self._watch_arrivals()
@@ -224,10 +218,10 @@ class DiLoCo(wrapper.Wrapper):
         self._unwatch = wrapping.watch_steps(optimizer, self._stepped_by_itself, unused=unused)
         self._enter_phase()
 
-    def _others(self, model: torch.nn.Module | None) -> list[Average]:
+    def _others(self, model: wrapping.NamedParameters) -> list[Average]:
         """Return what is averaged besides parameters."""
         others: list[Average] = []
-        if model is not None and "buffers" in self._options.average:
+        if isinstance(model, torch.nn.Module) and "buffers" in self._options.average:
             names = [name for name, each in model.named_buffers() if each.is_floating_point()]
             others.append(Average(TensorLeaves(lambda: [model.get_buffer(name) for name in names]), "buffers"))
         if "state" in self._options.average:
@@ -380,7 +374,9 @@ def _unused(local: LocalTraining, described: str) -> str | None:
     return None if local.steps else described
 
 
-def LocalSGD(optimizer: torch.optim.Optimizer, named_parameters: _Named | None = None, **options: Any) -> DiLoCo:  # noqa: N802
+def LocalSGD(  # noqa: N802
+    optimizer: torch.optim.Optimizer, named_parameters: wrapping.NamedParameters = None, **options: Any
+) -> DiLoCo:
     """Return a `DiLoCo` with other defaults: replicas average their weights once per period. Collective.
 
     Args:

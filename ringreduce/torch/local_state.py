@@ -30,6 +30,7 @@ from ringreduce.torch import wrapping
 from ringreduce.torch.own_state import apart, together
 from ringreduce.torch.sharded.node_state import is_whole
 from ringreduce.training.binding.framework import Named
+from ringreduce.training.calls.requests import dtype_name
 from ringreduce.training.compression import State
 from ringreduce.training.optimizers.local import Average
 
@@ -72,14 +73,10 @@ class OptimizerState:
         self._optimizer = optimizer
         self.layout: Sequence[_ElementState] | None = None
 
-    def lay_out(self, layout: Sequence[_ElementState] | None) -> None:
-        """Set the entries in the flat array; None: those that `find` finds next."""
-        self.layout = layout
-
     def find(self) -> tuple[int, str]:
         if self.layout is None:
             self.layout = [
-                _ElementState(number, name, dtype=_name(value.dtype), length=_reals(value).numel())
+                _ElementState(number, name, dtype=dtype_name(value.dtype), length=reals(value).numel())
                 for number, name, value in self._averaged()
             ]
         wide = any(entry.dtype in _WIDE for entry in self.layout)
@@ -93,7 +90,7 @@ class OptimizerState:
             if value is None:
                 place.zero_()
             else:
-                place.copy_(_reals(value).reshape(-1))
+                place.copy_(reals(value).reshape(-1))
 
     def write(self, flat: _Flat) -> None:
         """Overwrite the values; entries that are not there are made."""
@@ -104,7 +101,7 @@ class OptimizerState:
             if state.get(entry.name) is None:
                 dtype = getattr(torch, entry.dtype)
                 state[entry.name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-            value = _reals(state[entry.name])
+            value = reals(state[entry.name])
             value.copy_(place.view(value.shape))
 
     def described(self) -> list[tuple[int, str, str, bool]]:
@@ -139,11 +136,10 @@ class OptimizerState:
 
     def _averaged(self) -> list[tuple[int, str, torch.Tensor]]:
         parameters = wrapping.parameters_of(self._optimizer)
-        found = [(*key, value) for key, value in self._everything().items()]
         return [
-            each
-            for each in found
-            if is_whole(parameters[each[0]], each[1], each[2]) and (each[2].is_floating_point() or each[2].is_complex())
+            (number, name, value)
+            for (number, name), value in self._everything().items()
+            if is_whole(parameters[number], name, value) and (value.is_floating_point() or value.is_complex())
         ]
 
     def _places(self, flat: _Flat) -> list[tuple[_ElementState, torch.Tensor]]:
@@ -173,11 +169,11 @@ class StateAverage(Average):
 
     def begin(self, step: int, *, moving: bool) -> None:
         if self.then is None:
-            self.leaves.lay_out(None)
+            self.leaves.layout = None
         super().begin(step, moving=moving)
 
     def average(self) -> None:
-        self.leaves.lay_out(None)
+        self.leaves.layout = None
         super().average()
 
     def state_dict(self) -> State:
@@ -190,9 +186,11 @@ class StateAverage(Average):
     def load_state_dict(self, state: Mapping[str, _Flat], own: bool) -> None:
         super().load_state_dict(state, own)
         saved = state.get(_LAYOUT)
-        self.leaves.lay_out(None if saved is None else [_ElementState(*each) for each in json.loads(saved.tobytes())])
+        self.leaves.layout = None
         if saved is None:
             self.then = None
+        else:
+            self.leaves.layout = [_ElementState(*each) for each in json.loads(saved.tobytes())]
 
     def _submitted(self, flat: _Flat, kind: str, note: str = "", travel: Travel = AS_THEY_ARE) -> InPlaceAllreduce:
         self._text = f"{kind}{note}"
@@ -220,7 +218,7 @@ class StateAverage(Average):
             CollectiveOp(f"{self._name}, entries", title, agree, about=About(title))
         )
         self.leaves.give(given)
-        self.leaves.lay_out(layout)
+        self.leaves.layout = layout
         self._flat = moved = self._memory()
         moved[:] = 0.0
         places = _places(layout)
@@ -278,19 +276,15 @@ def _places(layout: Sequence[_ElementState]) -> dict[tuple[int, str], slice]:
     return {entry.key: slice(end - entry.length, end) for entry, end in zip(layout, ends, strict=True)}
 
 
-def _reals(tensor: torch.Tensor) -> torch.Tensor:
+def reals(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor, complex numbers as pairs of real ones."""
     plain = tensor.detach()
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _described(value: Any) -> str:
     if torch.is_tensor(value):
-        return f"a tensor of shape {tuple(value.shape)}, {_name(value.dtype)}"
+        return f"a tensor of shape {tuple(value.shape)}, {dtype_name(value.dtype)}"
     return f"of type {type(value).__name__}"
 
 

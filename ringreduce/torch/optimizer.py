@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from ringreduce.torch.tensors.streams import TorchStreams
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.optimizers.user_options import GRADIENT_OPTIONS, GradientArguments, checked, options_of
 from ringreduce.training.options.features import CLOSURE, SCALER, SKIPPING
-from ringreduce.training.options.options import Adasum, Options, checked_names
+from ringreduce.training.options.options import Adasum, Options
 
 if TYPE_CHECKING:
     from ringreduce.training.options.declared import Unpack
@@ -108,10 +108,7 @@ class DistributedOptimizer(wrapper.Wrapper):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]]
-        | Mapping[str, torch.Tensor]
-        | torch.nn.Module
-        | None = None,
+        named_parameters: wrapping.NamedParameters = None,
         *places: Any,
         **options: Unpack[GradientArguments],
     ) -> None:
@@ -137,18 +134,16 @@ class DistributedOptimizer(wrapper.Wrapper):
                 elementwise=is_elementwise(optimizer),
             )
             chosen = checked(given, training.communicator.config, self._parameters())
-            if isinstance(named_parameters, torch.nn.Module):
-                named_parameters = named_parameters.named_parameters()
-            names = checked_names(self._parameters(), named_parameters)
+            names = wrapping.names_of(self._parameters(), named_parameters)
             require_shardable(optimizer, options["shard"], process_set)
             require_splittable(optimizer, options["split_updates"])
             self._name_parameters(names)
             TorchStreams(training.communicator).require_usable(self._parameters())
-        training.begin(type(optimizer).__name__, self._named, chosen, self._settings)
+        training.prepare(type(optimizer).__name__, self._named, chosen, self._settings)
+        training.begin()
         self._reset_step_state(chosen)
 
     def _reset_step_state(self, options: Options) -> None:
-        self._op = options.op
         self._adasum = options.adasum
         self.needs_whole_commits = options.needs_whole_commits
         self._reduced = Reduced(self._watch_arrivals())
@@ -216,7 +211,7 @@ class DistributedOptimizer(wrapper.Wrapper):
             gradients = self._training.gradients
             if not (self._skipping or self._reduced.is_final(id(self))) and gradients.pending:
                 if self._reduced.state is ReductionState.SYNCHRONIZED and not self._training.alone:
-                    warn_of_second_reduction(adds_up=self._op is SUM)
+                    warn_of_second_reduction(adds_up=self._training.options.op is SUM)
                 with gradients.reducer.own_parts():
                     gradients.reduce(samples=samples)
                 self._reduced.synchronized()
@@ -413,7 +408,7 @@ class DistributedOptimizer(wrapper.Wrapper):
         load_training()
 
     def __repr__(self) -> str:
-        how = Adasum if self._adasum else self._op.value
+        how = Adasum if self._adasum else self._training.options.op.value
         return f"DistributedOptimizer({how} over {self._training.communicator.size} ranks of {self._optimizer!r})"
 
     def _evaluate(self, closure: Callable[[], Any], samples: int | None) -> Any:
@@ -430,7 +425,7 @@ class DistributedOptimizer(wrapper.Wrapper):
             return
         self.rejoin()
         self._training.options.require_allowed(SCALER)
-        self._settings.read_by(scaler)
+        self._settings.scaler = scaler
         if self._adasum:
             wrapping.share_overflows(self._parameters(), self._training)
         elif self._training.gradients.pending and not self._reduced.is_done_for(scaler, id(self)):

@@ -1,7 +1,7 @@
 """Torch's private parts; no other module of this binding touches any.
 
 Each function says what it touches, why nothing public does the same, and what is done without it. All were tried with
-the versions in `TRIED`. Where a new version lacks a part, `self_test` names the function, and only that function is to
+the versions in `TRIED`. Where a new version lacks a part, `doctor` names the function, and only that function is to
 be changed. What is called for each tensor of a step is bound once, when this module is imported.
 """
 
@@ -11,6 +11,7 @@ import ctypes
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, wraps
 from importlib import import_module
 from operator import attrgetter, methodcaller
@@ -22,7 +23,7 @@ from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.private_parts import Part, lacking, mentions, missing
+from ringreduce.common.private_parts import Part, lacking, mentions
 
 if TYPE_CHECKING:
     from torch.nn.modules import batchnorm
@@ -36,7 +37,6 @@ else:
 TRIED = ("2.13.0",)
 
 _C: Any = torch._C
-_graph: Any = torch.autograd.graph
 _profiler: Any = profiler
 
 
@@ -165,7 +165,7 @@ at_end_of_pass: Callable[[Callable[[], object]], object] = getattr(
 )
 
 #: What runs a backward pass, and what evaluates a node that is written in Python.
-_RUN = getattr(getattr(_graph, "_engine_run_backward", None), "__code__", None)
+_RUN = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _evaluate: Any = getattr(getattr(torch.autograd.function, "BackwardCFunction", None), "apply", None)
 _EVALUATE = getattr(_evaluate, "__code__", None)
 
@@ -309,14 +309,9 @@ def _leaves(tree: Any) -> Iterator[Any]:
 # ---- compiler ----
 
 
-def _found_eval_frame() -> Any:
-    try:
-        return import_module("torch._C._dynamo.eval_frame")
-    except ImportError:
-        return None
-
-
-_eval_frame = _found_eval_frame()
+_eval_frame: Any = None
+with suppress(ImportError):
+    _eval_frame = import_module("torch._C._dynamo.eval_frame")
 _can_skip = all(hasattr(_eval_frame, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"))
 
 
@@ -470,7 +465,7 @@ def accelerate_state() -> Mapping[str, Any] | None:
     """Return what Accelerate has found out of the job, empty before it has; None: it is not used here.
 
     By ``PartialState._shared_state``: to make a `PartialState` would let it find out. Without it, None: users are not
-    warned that each rank would train alone. `self_test` does not look at it, as importing Accelerate takes seconds.
+    warned that each rank would train alone. `PARTS` does not have it, as importing Accelerate takes seconds.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     return getattr(state, "_shared_state", None)
@@ -483,33 +478,23 @@ def _knows_overflows() -> bool:
     return "found_inf_per_device" in scaler_state(torch.amp.GradScaler("cpu"), 0)
 
 
+def _has(thing: Any, *names: str) -> Callable[[], bool]:
+    return lambda: all(hasattr(thing, name) for name in names)
+
+
 def _in_distributed(is_there: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: not torch.distributed.is_available() or is_there()
 
 
 PARTS = (
     Part(
-        "version_of",
-        lambda: hasattr(torch.Tensor, "_version"),
-        "writes to gradients between backward() and step() go unnoticed",
+        "version_of", _has(torch.Tensor, "_version"), "writes to gradients between backward() and step() go unnoticed"
     ),
     Part("holders_at", lambda: _counts_holders, "gradients that the program has kept may be overwritten"),
     Part("forbid_resizing", lambda: _resizable_offset() is not None, "tensors of operations cannot be resized later"),
-    Part(
-        "raw_entries",
-        lambda: hasattr(torch.Tensor, "_indices") and hasattr(torch.Tensor, "_values"),
-        "sparse gradients of 16 bits are less exact",
-    ),
-    Part(
-        "copy_all",
-        lambda: hasattr(torch, "_foreach_copy_") and hasattr(torch, "_foreach_zero_"),
-        "steps of many small gradients are slower",
-    ),
-    Part(
-        "current_pass",
-        lambda: hasattr(_C, "_current_graph_task_id"),
-        "a pass that an exception ends counts with the next",
-    ),
+    Part("raw_entries", _has(torch.Tensor, "_indices", "_values"), "sparse gradients of 16 bits are less exact"),
+    Part("copy_all", _has(torch, "_foreach_copy_", "_foreach_zero_"), "steps of many small gradients are slower"),
+    Part("current_pass", _has(_C, "_current_graph_task_id"), "a pass that an exception ends counts with the next"),
     Part("at_end_of_pass", lambda: at_end_of_pass is not _no_end_of_pass, "DistributedOptimizer cannot be used"),
     Part(
         "following_in_outer_pass",
@@ -543,9 +528,7 @@ PARTS = (
     Part("skip_in_compiler", lambda: _can_skip, "functions that communicate must not be compiled"),
     Part("is_profiling", lambda: _can_profile, "torch's profiles do not show collectives"),
     Part(
-        "get_batches_by",
-        lambda: _Iterator is not None,
-        "waiting for a DataLoader counts as input only with loading()",
+        "get_batches_by", lambda: _Iterator is not None, "waiting for a DataLoader counts as input only with loading()"
     ),
     Part(
         "keep_whole_works",
@@ -554,7 +537,7 @@ PARTS = (
     ),
     Part(
         "backend_class",
-        _in_distributed(lambda: hasattr(_c10d, "Backend")),
+        _in_distributed(_has(_c10d, "Backend")),
         "torch.distributed takes no second backend beside ringreduce",
     ),
     Part(
@@ -568,8 +551,3 @@ PARTS = (
         "process groups with a second backend are not recognised",
     ),
 )
-
-
-def self_test() -> dict[str, str]:
-    """Return the functions of which this version of torch lacks the part, and what is lost; see `missing`."""
-    return missing(PARTS)

@@ -81,7 +81,7 @@ class ShardSampler(DistributedSampler):
                 each.generator = None
         # Threads that read ahead, and ranks with fewer samples, may be an epoch ahead of other ranks' steps.
         known = self._checksum
-        if known[0] < 0 or (self._ends != "uneven" and get_ident() == main_thread().ident):
+        if known[0] < 0 or (self._batches.ends != "uneven" and get_ident() == main_thread().ident):
             known[0] = checksum(order)
         Subsets.compare("order", lambda: known[0], self._place)
         return order

@@ -25,10 +25,19 @@ from ringreduce.training.gradients.checks import OF_SCALER
 from ringreduce.training.optimizers.optimizer import Training
 from ringreduce.training.optimizers.refusals import refusal
 from ringreduce.training.options.features import ADASUM, SHARES
+from ringreduce.training.options.options import checked_names
 from ringreduce.training.strategies.strategy import PendingAverages
+
+#: Where users say what errors call parameters.
+NamedParameters = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module | None
 
 #: The ids of wrapped optimizers that make a step for their wrapper.
 STEPPING: set[int] = set()
+
+
+def names_of(parameters: Sequence[torch.Tensor], named: NamedParameters) -> dict[int, str]:
+    """Return the name of each parameter, by id; see `checked_names`."""
+    return checked_names(parameters, named.named_parameters() if isinstance(named, torch.nn.Module) else named)
 
 
 def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Named:
@@ -38,47 +47,44 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 
 
 class Hyperparameters:
-    """Returns the hyper-parameters of an optimizer, as `hyperparameters`, and the state of its GradScaler."""
+    """Returns the hyper-parameters of an optimizer, as `hyperparameters`, and the state of its GradScaler.
+
+    Attributes:
+        scaler: the GradScaler that reads the gradients; None: there is none so far.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._scaler: torch.amp.GradScaler | None = None
-
-    def read_by(self, scaler: torch.amp.GradScaler) -> None:
-        """Take note of the GradScaler that reads the gradients."""
-        self._scaler = scaler
+        self.scaler: torch.amp.GradScaler | None = None
 
     def __call__(self) -> dict[str, str]:
-        state = {} if self._scaler is None else self._scaler.state_dict()
+        state = {} if self.scaler is None else self.scaler.state_dict()
         of_scaler = {f"{name.strip('_')}{OF_SCALER}": value for name, value in state.items()}
         return hyperparameters(self._optimizer) | in_words(of_scaler)
 
 
 class _StepWatch:
-    """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies."""
+    """A hook of a wrapped optimizer, called before its steps. It keeps nothing, and is of no use to copies.
 
-    __slots__ = ("_all", "_dropped", "_notify")
+    Attributes:
+        dropped: the wrapper that nobody has kept, of which the next step is to warn; None: it is not.
+    """
 
     def __init__(
         self, notify: Callable[[], Callable[[], object] | None] = lambda: None, all_steps: bool = False
     ) -> None:
         self._notify = notify
         self._all = all_steps
-        self._dropped: str | None = None
+        self.dropped: str | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
         own = id(optimizer) not in STEPPING
         if (self._all or own) and (notify := self._notify()) is not None:
             notify()
-        elif self._dropped is not None:
+        elif self.dropped is not None:
             if own and rank_and_size()[1] > 1:
-                _warn_of_dropped(self._dropped)
-            self._dropped = None  # once; or another wrapper makes the steps
-
-    def warns_of(self, dropped: str | None) -> bool:
-        """Return whether the next step of the optimizer is to warn, as nobody has kept this wrapper of it."""
-        self._dropped = dropped
-        return dropped is not None
+                _warn_of_dropped(self.dropped)
+            self.dropped = None  # once; or another wrapper makes the steps
 
     def __reduce__(self) -> tuple[type[_StepWatch], tuple[()]]:
         return _StepWatch, ()
@@ -110,7 +116,8 @@ def watch_steps(
         return lambda: None
 
     def ended() -> None:
-        if not watch.warns_of(unused()):
+        watch.dropped = unused()
+        if watch.dropped is None:
             hook.remove()
 
     ending = when_ended(cast("MethodType", notify).__self__, ended)

@@ -10,9 +10,10 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any, TypeVar
 
+from ringreduce.common.partition import Partition
 from ringreduce.horovod.common.exceptions import HorovodVersionMismatchError as HorovodVersionMismatchError
 from ringreduce.horovod.common.exceptions import get_version_mismatch_message as get_version_mismatch_message
 from ringreduce.runtime import built
@@ -135,9 +136,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 def split_list(l: Sequence[_T], n: int) -> list[Sequence[_T]]:  # noqa: E741  # Horovod's name
     """Cut a list into ``n`` parts, the first of which are longer by one if it does not come out even."""
-    short, longer = divmod(len(l), n)
-    starts = [index * short + min(index, longer) for index in range(n + 1)]
-    return [l[start:stop] for start, stop in pairwise(starts)]
+    return [l[part] for part in Partition.first_larger(len(l), n).segment]
 
 
 def is_iterable(x: Any) -> bool:

@@ -31,13 +31,13 @@ OF_RANKS = (
     Quantity("page_faults_total kind", {"minor": "minor_faults", "major": "major_faults"}, "Page faults."),
     Quantity("garbage_collection_seconds_total", "gc_pause_s", "Pauses for Python's garbage collector."),
     Quantity("switched_away_total", "switched_away", "How often the rank had to leave a core."),
-    Quantity("delayed_seconds_total", "delayed_s", "How long its threads have waited for a core."),
+    Quantity("delayed_seconds_total", "delayed_s", "How long its threads were ready and had no core."),
 )
 #: Of `SpentOnSteps`.
 OF_STEPS = Quantity(
     "spent_seconds_total on",
     {"steps": "steps_s", "input": "input_s", "communication": "communication_s", "waiting": "waiting_s"},
-    "Where the time of training steps went.",
+    "Where the time of training went: steps: all of it; communication: in collectives; waiting: of that, for others.",
 )
 #: Of the `Counters` of the first rank of a host.
 OF_HOSTS = (

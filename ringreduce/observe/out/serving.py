@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ringreduce.common.config import runtime_folder
 from ringreduce.common.errors import ConfigError, ForeignFileError
 from ringreduce.common.files import create_file
-from ringreduce.common.keys import require_private
+from ringreduce.common.keys import read_private
 from ringreduce.common.settings import parse_address
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -262,12 +262,7 @@ def job_token(path: str | None, *, make: bool) -> tuple[str, Path]:
             with suppress(FileExistsError):  # another job of this user's has just made one
                 os.link(new, where)
             new.unlink()
-        descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            require_private(os.fstat(descriptor), where, _TOKEN_FILE)
-            token = os.read(descriptor, _LONGEST_TOKEN).decode(errors="replace").strip()
-        finally:
-            os.close(descriptor)
+        token = read_private(where, _TOKEN_FILE, _LONGEST_TOKEN).decode(errors="replace").strip()
     except OSError as error:
         raise ConfigError(f"the token of the status in {error.filename or path}: {error.strerror}") from None
     if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:

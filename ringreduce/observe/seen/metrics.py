@@ -76,7 +76,7 @@ _OF_OPERATIONS = (
     Quantity("operation_seconds_total", "operations_s", "How long these took."),
     Quantity("overlapped_seconds_total", "overlapped_s", "How much of that while the program did something else."),
 )
-#: Of the `Pace` of this rank.
+#: Of the `Pace` of this rank, in `Metrics.to_openmetrics` alone; /metrics has `ringreduce.observe.out.metric_table`.
 _OF_STEPS = (
     Quantity("steps_last_total", "last", "In how many training steps this rank came last."),
     Quantity("late_seconds_total", "late_s", "How much later than the last but one it came then."),

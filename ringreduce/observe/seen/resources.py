@@ -95,7 +95,6 @@ class Resources:
         self._gc_began = 0.0
         self._root = root
         self._speeds: dict[str, int | None] = {}
-        self._is_disk: dict[str, bool] = {}
         self._has_old_groups = os.path.exists(f"{root}/sys/fs/cgroup/memory")  # those of version 1
         # Of both resources, this process's groups from its own up to the highest one that it sees.
         self._cpu_groups = self._groups("cpu")
@@ -192,12 +191,9 @@ class Resources:
             words = line.split()
             if len(words) < 13 or words[3] == words[7] == "0":
                 continue
-            name = words[2]
-            if name not in self._is_disk:
-                self._is_disk[name] = os.path.exists(f"{self._root}/sys/block/{name}")  # a partition is not there
-            if self._is_disk[name]:
+            if os.path.exists(f"{self._root}/sys/block/{words[2]}"):  # a partition is not there
                 read, written = (int(words[place]) * _SECTOR_NBYTES for place in (5, 9))
-                yield name, DiskCounters(read, written, int(words[12]) / 1e3)
+                yield words[2], DiskCounters(read, written, int(words[12]) / 1e3)
 
     # ---- the control group ----
 

@@ -166,13 +166,9 @@ class TraceFile:
         return sealed.tell().to_bytes(_LENGTH_NBYTES, "big") + sealed.getvalue()
 
     def _write(self, text: bytes, flags: int = 0) -> None:
-        self._write_raw(self._sealed(text), flags)
-        self._npieces += 1
-
-    def _write_raw(self, text: bytes, flags: int) -> None:
+        rest = memoryview(self._sealed(text))
         descriptor = os.open(self._part, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | flags, 0o600)
         before = os.fstat(descriptor).st_size
-        rest = memoryview(text)
         try:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
@@ -181,6 +177,7 @@ class TraceFile:
             raise
         finally:
             os.close(descriptor)
+        self._npieces += 1
 
     def _parts(self) -> list[Path]:
         return sorted(each for each in Path(self._folder).iterdir() if each.name.isdigit())

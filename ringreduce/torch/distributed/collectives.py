@@ -266,13 +266,8 @@ class Collectives(GroupBackend):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> CollectiveWork:
         op, scaled = _reduction_of(opts)
-        return self._run(
-            "allreduce",
-            opts,
-            collective=_allreduce,
-            calls=[(each, each, op) for each in _listed(tensors)],
-            prepare=scaled,
-        )
+        calls = [(each, each, op) for each in _listed(tensors)]
+        return self._run("allreduce", opts, collective=_allreduce, calls=calls, prepare=scaled)
 
     allreduce_coalesced = allreduce
 

@@ -24,6 +24,7 @@ from ringreduce import runtime
 from ringreduce.common.config import accelerate_uses_cpus, find_ranks_of_cpus
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.launch import launch
+from ringreduce.runtime.blocking import world
 from ringreduce.runtime.groups import Group
 from ringreduce.torch.distributed import collectives, works
 from ringreduce.torch.distributed.collectives import NAME, Collectives, open_groups
@@ -92,7 +93,7 @@ def _store() -> Any:
 
 
 def _is_on_one_host() -> bool:
-    return runtime.local_size() == runtime.size() or len(runtime.world().hosts.nodes) == 1
+    return runtime.local_size() == runtime.size() or len(world().hosts.nodes) == 1
 
 
 def _listening_store(size: int) -> Any:

@@ -178,22 +178,15 @@ keep_whole_works(lambda work: work.get_future() if isinstance(work, _Work) else 
 
 
 class CollectiveWork(_Work):
-    """A collective.
+    """A collective, which a task carries out."""
 
-    Args:
-        task: carries it out.
-        result: its tensors.
-    """
-
-    def __init__(self, task: SerialTask, result: _Tensors) -> None:
-        super().__init__(task, result)
-        self._task = task
+    _state: SerialTask
 
     def task(self) -> SerialTask:
-        return self._task
+        return self._state
 
     def wait(self, timeout: Timeout = None) -> bool:
-        self._task.wait(seconds(timeout))
+        self._state.wait(seconds(timeout))
         return True
 
 
@@ -206,37 +199,38 @@ class MessageWork(_Work):
         tensor: its memory.
     """
 
+    _state: PeerTransfer
+
     def __init__(self, group: Group, transfer: PeerTransfer, tensor: torch.Tensor) -> None:
         super().__init__(transfer, [tensor])
         self._group = group
-        self._transfer = transfer
         self._release = TENSORS.keep_in_place([] if transfer.done else [tensor])
 
     def task(self) -> SerialTask:
-        task = self._group.delivered(self._transfer)
+        task = self._group.delivered(self._state)
         task.when_done(self._release)
         return task
 
     def wait(self, timeout: Timeout = None) -> bool:
         try:
-            self._group.wait(self._transfer, seconds(timeout))
+            self._group.wait(self._state, seconds(timeout))
         finally:
             self._release_if_done()
         return True
 
     def is_completed(self) -> bool:
-        if not self._transfer.done:
+        if not self._state.done:
             self._group.advance()
         return self._release_if_done()
 
     def _release_if_done(self) -> bool:
-        if self._transfer.done:
+        if self._state.done:
             self._release()
-        return self._transfer.done
+        return self._state.done
 
     def source_rank(self) -> int:
         """Return the rank of the group that has sent it."""
-        assert isinstance(self._transfer.peer, int)
-        return self._transfer.peer
+        assert isinstance(self._state.peer, int)
+        return self._state.peer
 
     _source_rank = source_rank

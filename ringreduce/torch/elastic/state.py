@@ -43,19 +43,15 @@ class TorchState(HandlingState):
     optimizer: Any = None
 
     def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def reset(self) -> None:
         """Recreate the default process group of torch.distributed if ringreduce is its backend; and see the base."""
         if dist.is_available() and dist.is_initialized():
-            from ringreduce.torch.distributed import (
-                collectives,  # which cannot be imported where torch has no such thing
-            )
+            # It cannot be imported where torch has no such thing.
+            from ringreduce.torch.distributed import collectives
 
             collectives.recreate_default_group()
         super().reset()

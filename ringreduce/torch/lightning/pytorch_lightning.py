@@ -13,12 +13,7 @@ from __future__ import annotations
 
 from ringreduce.common.libraries import require_library
 
-require_library(
-    "pytorch_lightning",
-    "Lightning",
-    needed_by="ringreduce.torch.lightning.pytorch_lightning",
-    remedy="pip install pytorch-lightning",
-)
+require_library("pytorch_lightning", "Lightning", needed_by=__name__, remedy="pip install pytorch-lightning")
 
 # ruff: noqa: E402  # what follows imports Lightning
 from lightning_fabric.plugins import ClusterEnvironment

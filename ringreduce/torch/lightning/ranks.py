@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-import ringreduce_torch_backend
 from ringreduce import runtime
 from ringreduce.common.errors import ConfigError
+from ringreduce.runtime.blocking import world
 from ringreduce.torch.functions import broadcast_parameters
 from ringreduce.torch.optimizer import DistributedOptimizer
 from ringreduce.training.calls.objects import broadcast_object
@@ -65,7 +65,7 @@ class Ranks:
 
     def node_rank(self) -> int:
         """Return the number of this rank's machine, in the order of their first ranks."""
-        hosts = runtime.world().hosts
+        hosts = world().hosts
         return hosts.nodes.index(hosts.node_of(runtime.rank()))
 
 
@@ -155,7 +155,7 @@ class RanksStrategy:
     @property
     def num_nodes(self) -> int:
         """How many machines there are."""
-        return len(runtime.world().hosts.nodes)
+        return len(world().hosts.nodes)
 
     @num_nodes.setter
     def num_nodes(self, count: int) -> None:
@@ -169,6 +169,3 @@ class RanksStrategy:
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which share of the data is this rank's; machines may have different numbers of ranks."""
         return {"num_replicas": runtime.size(), "rank": runtime.rank()}
-
-
-ringreduce_torch_backend.register()  # where torch has not done so itself

@@ -65,9 +65,9 @@ class Piece(NamedTuple):
         """Return this rank's part of a tensor of the parameter's shape."""
         return tensor if self.elements is None else _flat(tensor, self.parameter)[self.elements]
 
-    def has_part(self, name: str, value: object) -> bool:
-        """Return whether whole state of the parameter is a tensor of which this rank has a part."""
-        return torch.is_tensor(value) if self.elements is None else is_whole(self.parameter, name, value)
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of state of the parameter; all of it, if it has no value for each element."""
+        return self.of(tensor) if is_whole(self.parameter, name, tensor) else tensor
 
     def is_part(self, value: object) -> bool:
         """Return whether state of this piece has a value for each of its elements."""
@@ -79,16 +79,15 @@ def pieces_of(shard: ParameterShard, *, elementwise: bool) -> Iterator[Piece]:
     bucket = shard.bucket
     for number, (slot, place, view) in enumerate(zip(bucket.slots, bucket.places, shard.views, strict=True)):
         parameter = slot.parameter
-        start = place.start
-        if not elementwise:
-            value = view.detach().requires_grad_(parameter.requires_grad) if shard.owns(number) else None
-            yield Piece(
-                parameter, view, address=view.data_ptr(), slot=slot, elements=None, value=value, gradient=slot.place
-            )
-            continue
-        part = shard.within(number)
-        value = _in_order(view)[part].detach().requires_grad_(parameter.requires_grad)
-        gradient = bucket.flat[start + part.start : start + part.stop]
+        part: slice | None = None
+        value: torch.Tensor | None = view if shard.owns(number) else None
+        gradient = slot.place
+        if elementwise:
+            part = shard.within(number)
+            value = _in_order(view)[part]
+            gradient = bucket.flat[place.start + part.start : place.start + part.stop]
+        if value is not None:
+            value = value.detach().requires_grad_(parameter.requires_grad)
         yield Piece(parameter, view, address=view.data_ptr(), slot=slot, elements=part, value=value, gradient=gradient)
 
 
@@ -235,13 +234,13 @@ class NodeState:
             mine = place.whole
             if form == TENSOR:
                 self._optimizer.state[piece.parameter][name] = place.whole[0]
-                mine = [piece.of(each) if piece.has_part(name, each) else each for each in place.whole]
+                mine = [piece.part_of(name, each) for each in place.whole]
             self._places[key] = place._replace(mine=mine)
             value = self._kept[key] = place.value(mine)
             return value
         if form == _NUMBER:
             return value
-        return together(form, [(piece.of(each) if piece.has_part(name, each) else each).clone() for each in tensors])
+        return together(form, [piece.part_of(name, each).clone() for each in tensors])
 
     def keep(self, state: State) -> None:
         """Move state that the step has made to memory of the node, and wait for the other ranks. Collective.
@@ -342,7 +341,7 @@ class NodeState:
             else:
                 whole.append(torch.from_numpy(part).view(dtype).view(shape))
         piece = self._pieces.get(parameter)
-        mine = whole if piece is None else [piece.of(each) if piece.has_part(name, each) else each for each in whole]
+        mine = whole if piece is None else [piece.part_of(name, each) for each in whole]
         return _StatePlace(common, memory, description.form, whole=whole, mine=mine)
 
     def _described(self, piece: Piece, name: str, value: Any) -> tuple[int, _Description]:

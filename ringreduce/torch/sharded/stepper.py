@@ -262,7 +262,7 @@ class ShardedStep:
         # Rounded where torch rounds: the norm of each gradient has its dtype, and that of these norms their common one.
         norms = zip(self._parameters, self._sharding.norms(local, norm_type), strict=True)
         made = partial(torch.tensor, device="cpu")  # whatever the program's default device is
-        rounded = [made(norm, dtype=_real(each.grad.dtype)) for each, norm in norms if each.grad is not None]
+        rounded = [made(norm, dtype=each.grad.dtype.to_real()) for each, norm in norms if each.grad is not None]
         rounded = rounded or [made(0.0)]
         dtype = reduce(torch.promote_types, [each.dtype for each in rounded])
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(dtype) for each in rounded]), norm_type)
@@ -428,10 +428,6 @@ def _norm(part: torch.Tensor, norm_type: float) -> float:
     values = part.coalesce().values() if part.is_sparse else part
     dtype = torch.complex128 if part.is_complex() else torch.float64
     return float(torch.linalg.vector_norm(values, norm_type, dtype=dtype)) if values.numel() else 0.0
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _in_words(error: Exception) -> str:

@@ -18,6 +18,7 @@ from ringreduce.collectives.pickles import REDUCERS
 from ringreduce.common.reduce_ops import SUM, ReduceOp
 from ringreduce.torch.private import forbid_resizing, holders_at, raw_entries, storage_address
 from ringreduce.torch.tensors.streams import beside_this_stream, gpu_of, on_host, on_this_stream, require_usable
+from ringreduce.training.binding.framework import ArrayFunction
 from ringreduce.training.calls.differentiable import Differentiable
 from ringreduce.training.calls.requests import RequestBuilder, dtype_name
 
@@ -70,10 +71,7 @@ class Tensors:
         return array
 
     def differentiable(
-        self,
-        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-        rule: Callable[[], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]],
-        arrays: Sequence[torch.Tensor],
+        self, run: ArrayFunction, rule: Callable[[], ArrayFunction], arrays: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         if torch.is_grad_enabled() and any(each.requires_grad for each in arrays):
             result: Sequence[torch.Tensor] = _Differentiable.apply(run, rule(), *arrays)  # type: ignore[no-untyped-call]

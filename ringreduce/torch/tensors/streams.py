@@ -71,7 +71,7 @@ def own_stream(communicator: Communicator, device: torch.device | None) -> Any:
 
 
 def on_this_stream(
-    run: Callable[[Communicator], _Result], device: torch.device | None = None
+    run: Callable[[Communicator], _Result], device: torch.device | None
 ) -> Callable[[Communicator], _Result]:
     """Return a function that does the same on the caller's current stream, on whichever thread it is called.
 
@@ -79,10 +79,8 @@ def on_this_stream(
 
     Args:
         run: of the operation.
-        device: the GPU; None: the current one, if this process has used any.
+        device: the GPU; None: the current one.
     """
-    if device is None and not cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return run
     stream = cuda.current_stream(device)
 
     def run_there(communicator: Communicator) -> _Result:
@@ -219,9 +217,7 @@ class TorchStreams(Streams):
 
     def around(self, arrays: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]] | None:
         device = gpu_of(arrays)
-        if device is None:
-            return None
-        return partial(cuda.stream, cuda.current_stream(device))
+        return None if device is None else partial(cuda.stream, cuda.current_stream(device))
 
 
 def _event() -> Any:

@@ -26,9 +26,9 @@ on. `Sparse` is for gradients of few rows, `Streams` for devices. A binding deri
 serve.
 
 A distributed optimizer is the framework's own optimizer with a `Training` of
-`ringreduce.training.optimizers.optimizer`: it calls `Training.begin` when it is made and `Gradients.reduce` before each
-step; hooks call a `Watcher`. The methods of these classes are local: they touch the framework's arrays and call nothing
-of ringreduce but `Communicator.empty`. `tests/suites` checks any binding.
+`ringreduce.training.optimizers.optimizer`: it calls `Training.prepare` and `begin` when it is made and
+`Gradients.reduce` before each step; hooks call a `Watcher`. The methods of these classes are local: they touch the
+framework's arrays and call nothing of ringreduce but `Communicator.empty`. `tests/suites` checks any binding.
 
 Arrays have a ``shape`` (a tuple of whole numbers) and a ``dtype`` (that prints as NumPy's or torch's do); both can be
 hashed. Memory is read and written by `ringreduce.buffers`, which takes NumPy arrays, torch tensors, CuPy arrays and
@@ -48,6 +48,9 @@ from ringreduce.common.reduce_ops import ReduceOp
 
 #: Names and parameters, in registration order.
 Named = Sequence[tuple[str, Any]]
+
+#: Takes arrays, and returns others.
+ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
 _Result = TypeVar("_Result")
 
@@ -103,10 +106,7 @@ class Arrays(Protocol):
         return array
 
     def differentiable(
-        self,
-        run: Callable[[Sequence[Any]], Sequence[Any]],
-        rule: Callable[[], Callable[[Sequence[Any]], Sequence[Any]]],
-        arrays: Sequence[Any],
+        self, run: ArrayFunction, rule: Callable[[], ArrayFunction], arrays: Sequence[Any]
     ) -> Sequence[Any]:
         """Return what ``run`` makes of arrays, so that gradients flow through it; for `Differentiable`.
 
@@ -409,9 +409,6 @@ class InPlace(Protocol):
     def before_adding(self, parameter: Any, action: Callable[[], object]) -> Sequence[Removable]:
         """Call a function each time that the framework is about to add to a gradient."""
         return ()
-
-    def is_zero(self, array: Any) -> bool:
-        """Return whether all elements are zero."""
 
     def keep_part(self, gradient: Any, part: slice, factor: float) -> None:
         """Multiply a part of a gradient in place, in the order that elements have in memory; the rest becomes zero."""

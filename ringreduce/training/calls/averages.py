@@ -8,10 +8,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from ringreduce import runtime
 from ringreduce.common.arguments import CheckingArguments, real_number
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.reduce_ops import SUM
+from ringreduce.runtime.blocking import world
 
 
 @overload
@@ -48,7 +48,7 @@ def weighted_average(values: Any, weight: float) -> Any:
             `MismatchError`.
         MismatchError: the ranks have different names or shapes.
     """
-    communicator = runtime.world()
+    communicator = world()
     named = dict(sorted(values.items())) if isinstance(values, Mapping) else {"value": values}
     shapes = {name: tuple(getattr(each, "shape", ())) for name, each in named.items()}
     shapes = {name: shape if math.prod(shape) != 1 else () for name, shape in shapes.items()}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,7 @@ from ringreduce.collectives.pickles import alltoall_packed, broadcast_packed, ga
 from ringreduce.common.errors import ConfigError
 from ringreduce.runtime import global_process_set, record_refusal
 from ringreduce.runtime.process_sets import ProcessSet
-from ringreduce.training.calls.requests import RequestBuilder
-
-T = TypeVar("T")
+from ringreduce.training.calls.requests import Request, RequestBuilder
 
 
 def broadcast_object(
@@ -45,7 +43,7 @@ def broadcast_object(
         request = prepare.call(
             "broadcast_object", lambda ranks: broadcast_packed(ranks, root, data=data, failure=failure, memories=mine)
         )
-    pickled, memories = _carried_out("broadcast_object", request.carry_out)
+    pickled, memories = _carried_out("broadcast_object", request)
     return obj if is_root else pickle.loads(pickled, buffers=memories)
 
 
@@ -67,7 +65,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     with RequestBuilder("allgather_object", _named("allgather_object", name), process_set) as prepare:
         mine = packed(lambda: pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
         request = prepare.call("allgather_object", lambda communicator: gather_packed(communicator, *mine))
-    return [pickle.loads(part) for part in _carried_out("allgather_object", request.carry_out)]
+    return [pickle.loads(part) for part in _carried_out("allgather_object", request)]
 
 
 def alltoall_object(objects: Mapping[int, Any]) -> dict[int, Any]:
@@ -96,13 +94,13 @@ def alltoall_object(objects: Mapping[int, Any]) -> dict[int, Any]:
         request = prepare.call(
             "alltoall_object", lambda communicator: alltoall_packed(communicator, parcels, failure=failure)
         )
-    received: dict[int, list[npt.NDArray[np.uint8]]] = _carried_out("alltoall_object", request.carry_out)
+    received: dict[int, list[npt.NDArray[np.uint8]]] = _carried_out("alltoall_object", request)
     return {source: pickle.loads(data.data, buffers=memories) for source, (data, *memories) in received.items()}
 
 
-def _carried_out(call: str, carry_out: Callable[[], T]) -> T:
+def _carried_out(call: str, request: Request) -> Any:
     try:
-        return carry_out()
+        return request.carry_out()
     except ConfigError as error:  # an object is too large, or does not pickle
         record_refusal(call, error)
         raise

@@ -301,12 +301,7 @@ class RequestBuilder(CheckingArguments):
         return self.call(f"alltoall({in_words(values, any_rows=True)})", run, [values])
 
     def reducescatter(
-        self,
-        sources: Sequence[Any],
-        op: Op,
-        prescale: float,
-        postscale: float,
-        result: Callable[[list[Any]], Any],
+        self, sources: Sequence[Any], op: Op, prescale: float, postscale: float, result: Callable[[list[Any]], Any]
     ) -> Request:
         """Return a request to reduce arrays and scatter the results; ``result`` is given this rank's parts."""
         if op == Adasum:

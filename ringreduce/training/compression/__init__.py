@@ -200,8 +200,6 @@ class Residual:
             not finite.
     """
 
-    __slots__ = ("_carried", "_norm", "_places", "error", "unsent")
-
     def __init__(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice], carried: bool) -> None:
         self._places = [
             slice(place.start, place.start + math.prod(shape)) for shape, place in zip(shapes, places, strict=True)

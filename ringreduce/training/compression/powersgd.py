@@ -84,8 +84,6 @@ class PowerSGDReducer(Residual):
     Two allreduces, or one if nothing is compressed.
     """
 
-    __slots__ = ("_bound", "_guess", "_matrices", "_rank")
-
     def __init__(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice], settings: PowerSGD) -> None:
         super().__init__(shapes, places, settings.error_feedback)
         self._rank = settings.rank

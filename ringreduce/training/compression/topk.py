@@ -56,8 +56,6 @@ class TopKReducer(Residual):
     One allgather. Its rows are pairs of int32: the number of entries first, then position and bits of each.
     """
 
-    __slots__ = ("_count",)
-
     def __init__(self, shapes: Sequence[tuple[int, ...]], places: Sequence[slice], settings: TopK) -> None:
         super().__init__(shapes, places, settings.error_feedback)
         assert self.unsent.size <= np.iinfo(np.int32).max, "positions travel as int32"

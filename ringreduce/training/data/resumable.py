@@ -102,7 +102,7 @@ class ResumableLoader(Generic[T]):
         with self._generators.restored():
             self._generators.seed(self._seed)
             self._at = self._generators.read()
-        batches = self._rest(_nothing if at is None else partial(self._generators.write, at))
+        batches = self._rest((lambda: None) if at is None else partial(self._generators.write, at))
         while True:
             with self._generators.restored():
                 self._generators.write(self._at)
@@ -238,10 +238,6 @@ class ResumableLoader(Generic[T]):
                 "each rank's part of the data is its own. Start as many ranks again, or divide the data by the "
                 "DistributedSampler of ringreduce.torch"
             )
-
-
-def _nothing() -> None:
-    pass
 
 
 def is_loader(value: Any) -> bool:

@@ -111,8 +111,7 @@ class Compiled:
         unweighted: whether the averages of some have no weights.
     """
 
-    def __init__(self) -> None:
-        self.unweighted = False
+    unweighted = False
 
 
 def is_by_speed(engine: Engine) -> bool:
@@ -138,7 +137,8 @@ def counts_of(engine: Engine, *, again: bool = False) -> list[int] | None:
     if not begun:
         return None
     if len(begun) == 1 and (begun[0].left or again) and begun[0].ends != "uneven":
-        return begun[0].counts_of_step(again=again)
+        begun[0].left -= not again
+        return begun[0].counts
     raise ConfigError(
         'with shares="speed" the ranks have different numbers of samples, and their averages need these numbers: say '
         "step(samples=len(batch)). A sampler knows them by itself as long as it is the only one of this kind, its ends "
@@ -157,7 +157,7 @@ class Batches:
 
     Attributes:
         counts: how many samples of a whole global batch each rank has; empty: nothing was given out yet.
-        left: how many steps of the epoch still have batches.
+        left: how many steps of the epoch still have batches, as far as `counts_of` was asked.
         size, ends: the arguments.
     """
 
@@ -168,11 +168,6 @@ class Batches:
         self.size = size
         self._by_speed = by_speed
         self._division = Division()
-
-    def counts_of_step(self, *, again: bool) -> list[int]:
-        """Return `counts` for a step; ``again``: it was asked for those of this step before."""
-        self.left -= not again
-        return self.counts
 
     def renew(self) -> None:
         """Divide the next epoch anew; to be called on all ranks after the same steps."""

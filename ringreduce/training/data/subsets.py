@@ -42,8 +42,7 @@ class Subsets:
     """The first of each kind that a program divides; an engine keeps it."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Callable[[], int]] = {}
-        self._places: dict[str, str] = {}
+        self._found: dict[str, tuple[Callable[[], int], str]] = {}  # with its line of the program
 
     @classmethod
     def divides(cls, dataset: Any) -> None:
@@ -63,20 +62,18 @@ class Subsets:
             place: a line of the program.
         """
         if is_initialized() and global_process_set.included():
-            known = global_process_set.engine.attached[cls]
-            if kind not in known._found:
-                known._found[kind] = found
-                known._places[kind] = place
+            global_process_set.engine.attached[cls]._found.setdefault(kind, (found, place))
 
     def checksums(self) -> dict[str, int]:
         """Return what this rank knows, by kind."""
-        known = {kind: found() for kind, found in self._found.items()}
+        known = {kind: found() for kind, (found, _) in self._found.items()}
         return {kind: checksum for kind, checksum in known.items() if checksum >= 0}
 
     def tell(self, rank: int, differs: Callable[[str], bool]) -> None:
         """Let rank 0 say, once, what differs between the ranks; to be called on all."""
         for kind, said in _SAID.items():
             if differs(kind):
-                self._found[kind] = lambda: -1
+                _, place = self._found.get(kind, (None, ""))
+                self._found[kind] = (lambda: -1), place
                 if rank == 0:
-                    _log.warning(said.format(place=self._places.get(kind) or "an unknown line"))
+                    _log.warning(said.format(place=place or "an unknown line"))

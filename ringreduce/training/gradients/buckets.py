@@ -68,19 +68,6 @@ class Bucket:
         hooks: end with the bucket.
     """
 
-    __slots__ = (
-        "_communicator",
-        "_memory",
-        "_padding",
-        "flat",
-        "hooks",
-        "itemsize",
-        "numbers",
-        "places",
-        "reducer",
-        "slots",
-    )
-
     def __init__(self, memory: Memory, parameters: Sequence[Any], communicator: Communicator) -> None:
         self._memory = memory
         self._communicator = communicator
@@ -134,17 +121,17 @@ class Bucket:
         """Return how each gradient and its place are; see `Look.IN_PLACE`."""
         return [slot.look(gradients[number]) for number, slot in zip(self.numbers, self.slots, strict=True)]
 
-    def collect(self, *, zeros: bool = False) -> list[int]:
-        """Move what the parameters have as ``grad`` to its places, where it can be; return how all were before.
+    def collect(self) -> bool:
+        """Move what the parameters have as ``grad`` to its places, where it can be; return whether all could be moved.
 
-        Args:
-            zeros: whether places of parameters without a gradient become zeros, if all others are in theirs then.
+        If so, places of parameters without a gradient become zeros.
         """
         looks = self._collect(self.slots)
-        if zeros and max(looks, default=0) <= Look.EMPTY:
-            self.clear_padding()
-            self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.EMPTY])
-        return looks
+        if max(looks, default=0) > Look.EMPTY:
+            return False
+        self.clear_padding()
+        self._clear([slot for slot, found in zip(self.slots, looks, strict=True) if found == Look.EMPTY])
+        return True
 
     def _collect(self, slots: Sequence[Slot]) -> list[int]:
         looks = [slot.look(slot.parameter.grad) for slot in slots]
@@ -299,13 +286,8 @@ class PlacedBuckets:
             self._placed -= {id(slot.parameter) for slot in bucket.slots}
             bucket.retire()
             self._buckets.remove(bucket)
-        changed += self._place(
-            [
-                parameter
-                for parameter, state in zip(parameters, found, strict=True)
-                if state == Found.DENSE and id(parameter) not in self._placed
-            ]
-        )
+        dense = [each for each, state in zip(parameters, found, strict=True) if state == Found.DENSE]
+        changed += self._place([each for each in dense if id(each) not in self._placed])
         if changed:
             self.number(parameters)
             self.layout = zlib.crc32(repr([bucket.numbers for bucket in self._buckets]).encode())

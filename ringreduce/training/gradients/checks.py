@@ -23,6 +23,9 @@ from ringreduce.training.gradients.record import OptimizerRanks
 
 _log = logging.getLogger(__name__)
 
+#: Returns the hyper-parameters of this rank, as text by name.
+Settings = Callable[[], Mapping[str, str]]
+
 #: How names of hyper-parameters end that are the state of what scales the loss; of Keras, whether it does.
 OF_SCALER = " of the GradScaler"
 OF_LOSS_SCALE = " of the LossScaleOptimizer"
@@ -61,7 +64,7 @@ class CheckedModel(NamedTuple):
     names: Sequence[str]
     values: Callable[[], Sequence[Any]]
     sparse: Sequence[tuple[str, Any]] = ()
-    settings: Callable[[], Mapping[str, str]] = dict
+    settings: Settings = dict
 
 
 class _SlowRanks:
@@ -104,11 +107,7 @@ class Checks:
     """
 
     def __init__(
-        self,
-        memory: Memory,
-        ranks: OptimizerRanks,
-        named: Callable[[], Named],
-        settings: Callable[[], Mapping[str, str]] | None = None,
+        self, memory: Memory, ranks: OptimizerRanks, named: Callable[[], Named], settings: Settings | None = None
     ) -> None:
         self._memory = memory
         self._ranks = ranks
@@ -181,13 +180,8 @@ class Checks:
         Raises:
             MismatchError: as `heed_settings`.
         """
-        said = _settings_of_all(self._ranks, self.settings())
-        _require_alike(said)
-        first = next(iter(said.values()))
-        differ = any(each != first for each in said.values())
-        self._compares_settings = bool(first) and not differ
-        if differ and self._ranks.rank == 0:
-            _log.warning("%s", _differences(said, self._memory.advice.schedule))
+        mine = self.settings()
+        self._compares_settings = not self.heed_settings(mine) and bool(mine)
 
     def compares_weights(self, step: int) -> bool:
         """Return whether weights are compared before a step; the same on all ranks."""
@@ -332,17 +326,21 @@ class Checks:
                 self._described,
             )
 
-    def heed_settings(self, mine: Mapping[str, str]) -> None:
-        """Let rank 0 say which hyper-parameters differ between ranks. Collective.
+    def heed_settings(self, mine: Mapping[str, str]) -> bool:
+        """Let rank 0 say which hyper-parameters differ between ranks; return whether some do. Collective.
 
         Raises:
             MismatchError: on all ranks, if the state of GradScalers differs, as gradients of different scales have no
                 average; or if arguments of an update do.
         """
-        said = _settings_of_all(self._ranks, mine)
+        text = json.dumps([self._ranks.rank, mine]) + "\n"
+        everyone = self._ranks.allgather(np.frombuffer(text.encode(), np.uint8)[:, None])
+        said = dict(map(json.loads, everyone.tobytes().decode().splitlines()))
         _require_alike(said)
-        if self._ranks.rank == 0:
+        differ = any(each != mine for each in said.values())
+        if differ and self._ranks.rank == 0:
             _log.warning("%s", _differences(said, self._memory.advice.schedule))
+        return differ
 
 
 def look_at_the_end(memory: Memory, ranks: OptimizerRanks, named: Callable[[], Named]) -> None:
@@ -365,13 +363,6 @@ def look_at_the_end(memory: Memory, ranks: OptimizerRanks, named: Callable[[], N
                 name,
             )
             return
-
-
-def _settings_of_all(ranks: OptimizerRanks, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
-    """Return the hyper-parameters of each rank. Collective."""
-    said = json.dumps([ranks.rank, mine]) + "\n"
-    everyone = ranks.allgather(np.frombuffer(said.encode(), np.uint8)[:, None])
-    return dict(map(json.loads, everyone.tobytes().decode().splitlines()))
 
 
 def _require_alike(said: Mapping[int, Mapping[str, str]]) -> None:

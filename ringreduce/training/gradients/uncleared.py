@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ _REMEDY = (
 )
 
 
+@dataclass(slots=True)
 class _Left:
     """The gradient of a parameter as the last reduction has left it.
 
@@ -45,15 +47,12 @@ class _Left:
         hooks: by which it is heard that the framework is about to add to it.
     """
 
-    __slots__ = ("found", "hooks", "is_part", "own", "slot", "version")
-
-    def __init__(self, slot: Slot, own: slice) -> None:
-        self.slot = slot
-        self.own = own
-        self.version = 0
-        self.is_part = False
-        self.found: Callable[[], Any] = lambda: None
-        self.hooks: Sequence[Removable] = ()
+    slot: Slot
+    own: slice
+    found: Callable[[], Any] = lambda: None
+    version: int = 0
+    is_part: bool = False
+    hooks: Sequence[Removable] = ()
 
     def leave(self, gradient: Any, memory: Any, *, is_part: bool) -> None:
         """Take note of the gradient as a reduction leaves it."""
@@ -64,16 +63,6 @@ class _Left:
             is_part = is_part and memory.found([gradient])[0] == Found.DENSE
         self.version = memory.version(gradient)
         self.is_part = is_part
-
-    def scale(self, gradient: Any, memory: Any, size: int) -> None:
-        """Multiply this rank's part of the gradient, and make the rest zero: what is reduced next is as if whole."""
-        memory.keep_part(gradient, self.own, size)
-        self.is_part = False
-
-    def hear(self, action: Callable[[], object], memory: Any) -> Sequence[Removable]:
-        """Call a function, from now on, when the framework adds to a gradient; it may do so to none yet."""
-        self.hooks = memory.before_adding(self.slot.parameter, action)
-        return self.hooks
 
 
 class Uncleared:
@@ -95,7 +84,7 @@ class Uncleared:
         self._memory: Any = memory
         self._buckets = buckets
         self._size = size
-        self._parted: list[Bucket] = []  # or others for their parameters
+        self._parted: set[int] = set()  # the parameters, by id, of which this rank gets its own part alone
         self._parts_only = False
         self._may_divide = divides and isinstance(memory, Hooks)
         self.divides = False  # until it is known whether it may
@@ -139,7 +128,7 @@ class Uncleared:
 
     def parts_of(self, buckets: Iterable[Bucket]) -> None:
         """Take note that the reduction leaves this rank its own part of some buckets alone."""
-        self._parted += buckets
+        self._parted |= {id(slot.parameter) for bucket in buckets for slot in bucket.slots}
 
     def settle(self) -> bool:
         """Look at gradients that were not added to, before a reduction. Local.
@@ -175,7 +164,8 @@ class Uncleared:
         if left.is_part and is_written:
             self._written.add(key)
         elif left.is_part:
-            left.scale(gradient, self._memory, self._size)
+            self._memory.keep_part(gradient, left.own, self._size)  # what is reduced next is as if whole
+            left.is_part = False
             self.scaled.add(key)
 
     # ---- what the ranks tell each other ----
@@ -231,15 +221,16 @@ class Uncleared:
             return
         self.cleared()
         self._kept = False
-        parts = {id(slot.parameter) for bucket in self._parted for slot in bucket.slots}
         for bucket in self._buckets:
             for number, slot in zip(bucket.numbers, bucket.slots, strict=True):
                 gradient = gradients[number]
                 if gradient is not None:
                     key = id(slot.parameter)
-                    left = self._leave(key, gradient, is_part=key in parts)
+                    left = self._leave(key, gradient, is_part=key in self._parted)
                     if not left.hooks:
-                        bucket.hooks.extend(left.hear(partial(_heard, weakref.ref(self), key), self._memory))
+                        # From now on; the framework may add to none yet.
+                        left.hooks = self._memory.before_adding(slot.parameter, partial(_heard, weakref.ref(self), key))
+                        bucket.hooks.extend(left.hooks)
 
     def part_changed(self) -> None:
         """Take note that, where steps leave a rank its part alone, the gradients were changed in these."""

@@ -10,6 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from types import FunctionType
@@ -17,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime
 from ringreduce.common.errors import ConfigError
+from ringreduce.runtime.blocking import world
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.binding.identity import numbers
 from ringreduce.training.binding.keras_private import (
@@ -79,10 +80,6 @@ class ListReduction(ABC):
         finally:
             self.values = self.state = None
 
-    def compare(self, settings: Callable[[], Mapping[str, Any]]) -> None:
-        """Let the ranks compare what returns the `settings`. Local."""
-        self.settings = settings
-
     def count(self, samples: Any) -> None:
         """Change `samples`. Local."""
         self.samples = samples
@@ -92,6 +89,7 @@ class ListReduction(ABC):
         return self.known.pending()
 
 
+@dataclass(eq=False)
 class Distribution:
     """Prepares gradients for an optimizer, which then applies them.
 
@@ -104,26 +102,16 @@ class Distribution:
         again: distributes another optimizer in the same way; None for what is no optimizer of Keras.
 
     Attributes:
-        process_set, again: the arguments.
+        local: the variables of this rank's own.
     """
 
-    def __init__(
-        self,
-        reduction: ListReduction,
-        ops: Any,
-        process_set: ProcessSet,
-        *,
-        scale_local: bool = True,
-        factor: float = 1.0,
-        again: partial[Any] | None = None,
-    ) -> None:
-        self.again = again
-        self.reduction = reduction
-        self._ops = ops
-        self.process_set = process_set
-        self._scale_local = scale_local
-        self._factor = factor
-        self.local: list[Any] = []
+    reduction: ListReduction
+    ops: Any
+    process_set: ProcessSet
+    scale_local: bool = True
+    factor: float = 1.0
+    again: partial[Any] | None = None
+    local: list[Any] = field(default_factory=list, init=False)
 
     def reduced(self, gradients: Sequence[Any], variables: Sequence[Any], **how: Any) -> list[Any]:
         """Return the gradients: those of local variables unreduced, all others reduced.
@@ -133,13 +121,13 @@ class Distribution:
             **how: further arguments for ``reduce`` of the reduction.
         """
         result = list(gradients)
-        factor = self._factor
+        factor = self.factor
         if self.process_set.included():
             local = set(map(id, self.local))
             shared = [number for number, each in enumerate(variables) if id(each) not in local]
             mine = [result[n] for n in shared], [variables[n] for n in shared]
             reduced = self.reduction.reduce(*mine, **how) if shared else ()
-            own = factor / self.process_set.size() if self._scale_local else factor
+            own = factor / self.process_set.size() if self.scale_local else factor
             result = [self._scaled(each, own) for each in result] if local else result
             for number, each in zip(shared, reduced, strict=True):
                 result[number] = self._scaled(each, factor)
@@ -150,7 +138,7 @@ class Distribution:
         """Yield averages and variables of `ListReduction.pending`, the averages as tensors. Collective."""
         for averages, variables in self.reduction.pending():
             pairs = zip(averages, variables, strict=True)
-            yield [self._ops.convert_to_tensor(each, dtype=variable.dtype) for each, variable in pairs], variables
+            yield [self.ops.convert_to_tensor(each, dtype=variable.dtype) for each, variable in pairs], variables
 
     def settings_of(self, optimizer: Any) -> dict[str, Any]:
         """Return the class of an optimizer and its hyper-parameters, by name: what its constructor takes.
@@ -169,7 +157,7 @@ class Distribution:
         if hasattr(rate, "get_config"):
             found |= _made_of("learning_rate", rate)
         elif rate is not None and not callable(rate):  # else a function of the program, for its own calls
-            found["learning_rate"] = self._ops.convert_to_tensor(optimizer.learning_rate)
+            found["learning_rate"] = self.ops.convert_to_tensor(optimizer.learning_rate)
         return {"the optimizer": type(optimizer).__name__, **found, **scaled}
 
     def _scaled(self, gradient: Any, factor: float) -> Any:
@@ -179,7 +167,7 @@ class Distribution:
         if hasattr(gradient, "dense_shape"):
             return type(gradient)(self._scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
         name = dtype_name(gradient.dtype)
-        ops = self._ops
+        ops = self.ops
         if name not in ("float16", "bfloat16"):
             return ops.multiply(gradient, factor)
         return ops.cast(ops.multiply(ops.cast(gradient, "float32"), factor), name)
@@ -190,7 +178,7 @@ class Distribution:
         The optimizer keeps the sum, and divides by the number of passes when it makes the step. It adds what it has
         kept to what it is given, so this sets what it has kept to zero.
         """
-        ops = self._ops
+        ops = self.ops
         kept = accumulated(optimizer, variables)
         sums = [ops.convert_to_tensor(each) for each in kept]
         due = (passes_made(optimizer) + 1) % optimizer.gradient_accumulation_steps == 0
@@ -239,6 +227,25 @@ def with_methods(instance: Any, **methods: Any) -> Any:
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     instance.__class__ = type(kind.__name__, (kind,), {**named, **methods})
     return instance
+
+
+def distribute_as(
+    make: Callable[..., Any], optimizer: Any, reduction: ListReduction, ops: Any, given: Mapping[str, Any], passes: int
+) -> Any:
+    """Let an optimizer of Keras reduce gradients as the arguments of a `DistributedOptimizer` say; return it.
+
+    Args:
+        make: that function, which distributes a copy of the optimizer in the same way.
+        optimizer, passes: as for `distribute`.
+        reduction, ops: as for `Distribution`.
+        given: the arguments, but for the optimizer.
+    """
+    # No groups: they are lists of variables that a copy does not have.
+    again = partial(make, **{**given, "backward_passes_per_step": passes, "groups": None})
+    factor = 1.0 if given["average_aggregated_gradients"] else float(passes)
+    scale_local = given["scale_local_gradients"]
+    how = Distribution(reduction, ops, given["process_set"], scale_local=scale_local, factor=factor, again=again)
+    return distribute(optimizer, how, passes)
 
 
 def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> Any:
@@ -316,7 +323,7 @@ def distribute(optimizer: Any, distribution: Distribution, passes: int = 1) -> A
     methods["__class__"] = plain
     made = with_methods(optimizer, distribution=distribution, **methods)
     known = weakref.ref(optimizer)
-    distribution.reduction.compare(lambda: distribution.settings_of(known()))
+    distribution.reduction.settings = lambda: distribution.settings_of(known())
     return made
 
 
@@ -348,7 +355,7 @@ def sums_of_a_rank(optimizer: Any) -> Sequence[Any]:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not optimizer.gradient_accumulation_steps:
         return ()
-    passes = runtime.world().allgather(np.array([int(passes_made(optimizer))]))
+    passes = world().allgather(np.array([int(passes_made(optimizer))]))
     return accumulated(optimizer, trained_variables(optimizer)) if len(set(passes.tolist())) == 1 else ()
 
 

@@ -20,24 +20,14 @@ class KnownLists(Generic[Kept]):
     """Reductions of lists by a key: what all lists of a kind have in common, such as shapes and variables.
 
     All ranks make theirs in one order.
+
+    Attributes:
+        kept: the reductions by key, oldest first.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Kept, Sequence[Any]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def __iter__(self) -> Iterator[Kept]:
-        return iter([kept for kept, _ in self._known.values()])
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._known
-
-    @property
-    def keys(self) -> list[Any]:
-        """The keys, oldest first."""
-        return list(self._known)
+        self.kept: dict[Any, Kept] = {}
+        self._variables: dict[Any, Sequence[Any]] = {}
 
     def find(self, key: Hashable, make: Callable[[], Kept], variables: Sequence[Any] = ()) -> Kept:
         """Return the reduction of a key.
@@ -47,16 +37,17 @@ class KnownLists(Generic[Kept]):
             make: makes the reduction if there is none; maybe collective.
             variables: those of the gradients, which it keeps alive.
         """
-        if key not in self._known:
-            self._known[key] = make(), variables
-        return self._known[key][0]
+        if key not in self.kept:
+            self.kept[key] = make()
+            self._variables[key] = variables
+        return self.kept[key]
 
     def forget(self, key: Hashable) -> None:
         """Drop the reduction of a key."""
-        del self._known[key]
+        del self.kept[key], self._variables[key]
 
     def pending(self) -> Iterator[tuple[list[Any], Sequence[Any]]]:
         """Yield the averages that are still to be applied, oldest first, and their variables. Collective."""
-        for kept, variables in list(self._known.values()):
+        for kept, variables in list(zip(self.kept.values(), self._variables.values(), strict=True)):
             for averages in kept.pending():
                 yield averages, variables

@@ -64,6 +64,13 @@ class Leaves(Protocol):
         """Overwrite their values."""
 
 
+def values_of(leaves: Leaves) -> Flat:
+    """Return the present values in memory of their own."""
+    values = np.empty(*leaves.find())
+    leaves.read(values)
+    return values
+
+
 class Average:
     """Arrays of which the ranks take the average, while each may go on to change its own.
 
@@ -83,8 +90,6 @@ class Average:
         self.what = what
         self.kept: tuple[str, ...] = ("then",)
         self.then: Flat | None = None
-        self._compares = True  # whether the next exchange compares what the ranks go on from
-        self._flat: Flat | None = None
         self.operation: InPlaceAllreduce | None = None
 
     def connect(self, engine: Engine, owner: str) -> None:
@@ -97,8 +102,8 @@ class Average:
         self.drop()
         self._engine = engine
         self._name = f"{owner}, {self.what}"
-        self._flat = None
-        self._compares = True
+        self._flat: Flat | None = None
+        self._compares = True  # whether the next exchange compares what the ranks go on from
 
     def start(self) -> int:
         """Prepare for the first exchange; return a checksum of the values."""
@@ -243,8 +248,7 @@ class Fragment(Average):
             self._wire.load_state_dict({})  # it was of another exchange, and perhaps of other ranks
 
     def start(self) -> int:
-        self.agreed = np.empty(*self.leaves.find())
-        self.leaves.read(self.agreed)
+        self.agreed = values_of(self.leaves)
         if self._mu and self.momentum is None:
             self.momentum = np.zeros_like(self.agreed)
         return zlib.crc32(self.agreed.data)

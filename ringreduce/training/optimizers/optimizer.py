@@ -25,7 +25,7 @@ from ringreduce.training.binding.identity import Identity, meet
 from ringreduce.training.calls.parameters import require_same_arrays
 from ringreduce.training.calls.requests import set_to_notify
 from ringreduce.training.compression import State
-from ringreduce.training.gradients.checks import CheckedModel
+from ringreduce.training.gradients.checks import CheckedModel, Settings
 from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.optimizers.user_options import checked, named_options
 from ringreduce.training.optimizers.watched import Gradients
@@ -81,40 +81,29 @@ class Training:
         """
         return CheckingArguments(self.communicator, call, call)
 
-    def begin(
-        self,
-        optimizer: str,
-        named: Callable[[], Named],
-        options: Options,
-        settings: Callable[[], Mapping[str, str]] | None,
-    ) -> None:
+    def begin(self) -> None:
         """Check that all ranks train the same parameters with the same options, and watch the gradients. Collective.
 
-        Args:
-            optimizer: what errors call it: its class.
-            named: returns all of its parameters. Neither this nor ``settings`` may keep the wrapper alive.
-            options: how gradients are reduced.
-            settings: as for `GradientReducer`.
+        `prepare` comes before.
 
         Raises:
             MismatchError: the ranks have different parameters or options.
         """
-        self.prepare(optimizer, named, options=options, settings=settings)
         over = self.require_agreement()
-        on_device = self._arrays.device_of([parameter for _, parameter in named()]) is not None
+        on_device = self._arrays.device_of([parameter for _, parameter in self.named()]) is not None
         communicator = self._engine.communicator
-        settled = options.settled(communicator, on_device=on_device)
+        settled = self.options.settled(communicator, on_device=on_device)
         memory = self._bind(communicator)
         if self._alone:
             settled = replace(settled, strategies={})
         reducer = GradientReducer(
             memory,
             self._engine,
-            named=named,
-            kind=optimizer,
+            named=self.named,
+            kind=self._optimizer,
             over=over,
             options=settled,
-            settings=settings,
+            settings=self._settings,
             identity=self._identity,
         )
         if reducer.sharding is not None and not self._alone:
@@ -124,14 +113,15 @@ class Training:
         self._gradients = Gradients(memory, reducer, weakref.ref(self)) if isinstance(memory, Hooks) else None
         self._reducer = reducer
 
-    def prepare(
-        self,
-        optimizer: str,
-        named: Callable[[], Named],
-        options: Options,
-        settings: Callable[[], Mapping[str, str]] | None,
-    ) -> None:
-        """Note what `begin` takes, for `rejoin` or the first use of `gradients` to begin with."""
+    def prepare(self, optimizer: str, named: Callable[[], Named], options: Options, settings: Settings | None) -> None:
+        """Take what `begin` needs; where nobody calls that, `rejoin` or the first use of `gradients` does.
+
+        Args:
+            optimizer: what errors call it: its class.
+            named: returns all of its parameters. Neither this nor ``settings`` may keep the wrapper alive.
+            options: how gradients are reduced.
+            settings: as for `GradientReducer`.
+        """
         self._optimizer = self.described = optimizer
         self.named = named
         self.options = options
@@ -206,7 +196,7 @@ class Training:
             self._take_place()
         with self.checking(self.kind):
             self._bind(self._engine.communicator).streams.require_usable([each for _, each in self.named()])
-        self.begin(self._optimizer, self.named, options=self.options, settings=self._settings)
+        self.begin()
         if replaced is not None:
             replaced.retire()
         return True
@@ -215,7 +205,7 @@ class Training:
         """Change how many backward passes come before each step; the same on all ranks."""
         self.options = replace(self.options, passes=whole_number("backward_passes_per_step", passes, 1))
         if self._gradients is not None:
-            self._gradients.overlap.declare(self.options.passes)
+            self._gradients.overlap.declared = self.options.passes
 
     @property
     def seconds(self) -> float:
@@ -301,7 +291,8 @@ class ListTraining:
         self._specs = [each for _, each in named]
         with self.training.checking(kind):
             chosen = checked(named_options(**options), self.training.communicator.config, self._specs)
-        self.training.begin(kind, lambda: named, chosen, None)
+        self.training.prepare(kind, lambda: named, chosen, None)
+        self.training.begin()
 
     def reduce(self, gradients: Sequence[Any], samples: Any = None, model: CheckedModel | None = None) -> list[Any]:
         """Return the averages, or sums, of gradients over the ranks. Collective.

@@ -35,7 +35,7 @@ from ringreduce.common.errors import CollectiveError, CollectiveTimeoutError, Co
 from ringreduce.common.reduce_ops import SUM
 from ringreduce.runtime import global_process_set
 from ringreduce.training.compression import State
-from ringreduce.training.optimizers.local import Average, Flat, Fragment, Leaves, LocalTraining, broadcast
+from ringreduce.training.optimizers.local import Average, Flat, Fragment, Leaves, LocalTraining, broadcast, values_of
 from ringreduce.training.optimizers.outer_steps import Differences, OuterRates, OuterSteps, Wanted
 from ringreduce.training.optimizers.syncer import FAILED, Syncer, TagCount, send_all
 from ringreduce.training.options.local_options import LocalOptions
@@ -62,11 +62,7 @@ class QuorumTraining(LocalTraining):
         **how: Any,
     ) -> None:
         self._syncer: Syncer | None = None
-        self._finalizer: Any = None
-        self._kept = False  # whether the syncer has the weights of this rank; False once these were loaded
-        self._loaded = False  # whether this rank has loaded weights that others may not have
         self._begun = False  # whether replicas have agreed on weights
-        self._failed: RingReduceError | None = None
         self._count = 0
         rates = OuterRates(options.outer_lr, options.outer_momentum)
         self._rates = [rates] * len(parameters) + [OuterRates(1.0, 0.0)] * len(others)
@@ -160,8 +156,8 @@ class QuorumTraining(LocalTraining):
         super()._connect()
         for part in self._averages:
             part.kept = ("then", "agreed")
-        self._failed = None
-        self._loaded = False
+        self._failed: RingReduceError | None = None
+        self._loaded = False  # whether this rank has loaded weights that others may not have
         self._communicator = global_process_set.communicator
         messages = self._communicator.point_to_point
         if messages is None or not messages.concurrent:
@@ -177,7 +173,7 @@ class QuorumTraining(LocalTraining):
             self._syncer.end()
             self._take_momentum()
         self._syncer = None
-        self._kept = False
+        self._kept = False  # whether the syncer has the weights of this rank; False once these were loaded
 
     def _take_momentum(self) -> None:
         if self._syncer is not None and self._kept:
@@ -243,7 +239,7 @@ class QuorumTraining(LocalTraining):
         ranks = self._communicator
         leader, *members = self._mine
         syncer = self._replicas[0][0]
-        local = list(map(_values_of, self._parts))
+        local = [values_of(part.leaves) for part in self._parts]
         if ranks.rank != leader:
             for values in local[len(self._fragments) :]:
                 ranks.send(values, leader, self._tags.buffers)
@@ -304,12 +300,6 @@ class QuorumTraining(LocalTraining):
         leaders = [members[0] for members in self._replicas]
         self._syncer = Syncer(self._communicator, leaders, steps, self._tags)
         self._finalizer = weakref.finalize(self, self._syncer.stop)
-
-
-def _values_of(part: Fragment) -> Flat:
-    values = np.empty(*part.leaves.find())
-    part.leaves.read(values)
-    return values
 
 
 def local_training(described: str, options: LocalOptions, **how: Any) -> LocalTraining:

@@ -11,7 +11,7 @@ from ringreduce.training.binding.framework import Found, Hooks, Memory, Named
 from ringreduce.training.binding.identity import Identity, name_in
 from ringreduce.training.compression import State
 from ringreduce.training.gradients.buckets import Buckets
-from ringreduce.training.gradients.checks import Checks
+from ringreduce.training.gradients.checks import Checks, Settings
 from ringreduce.training.gradients.record import OptimizerRanks
 from ringreduce.training.optimizers.refusals import require_together
 from ringreduce.training.options.features import ADASUM, BACKWARD, SAMPLES
@@ -56,7 +56,7 @@ class GradientReducer:
         kind: str,
         over: str,
         options: Options,
-        settings: Callable[[], Mapping[str, str]] | None = None,
+        settings: Settings | None = None,
         identity: Identity | None = None,
     ) -> None:
         self.memory = memory
@@ -73,14 +73,10 @@ class GradientReducer:
             None if options.shard is None else Sharding(memory, self.ranks, buckets=self.buckets, options=options)
         )
         self._count = StepCount()
-        self._strategy = strategy_for(
-            StepContext(
-                memory, self.ranks, named=named, options=options, buckets=self.buckets, checks=checks, count=self._count
-            ),
-            settings=checks.settings,
-            overlap=self.overlap,
-            sharding=self.sharding,
+        context = StepContext(
+            memory, self.ranks, named=named, options=options, buckets=self.buckets, checks=checks, count=self._count
         )
+        self._strategy = strategy_for(context, checks.settings, overlap=self.overlap, sharding=self.sharding)
         self.late: PendingAverages | None = self._strategy.late
 
     def reduce(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -61,11 +62,9 @@ class _Incoming:
     """
 
     def __init__(self, communicator: Communicator, replica: int, source: int, like: Sequence[Flat], tag: int) -> None:
-        self._communicator = communicator
         self._replica = replica
-        self._source = source
         self._like = like
-        self._tag = tag
+        self._receive = partial(communicator.irecv, source=source, tag=tag)
         self._head = np.zeros(2, np.int64)
         self._values: list[Flat] = []
         self._coming = [self._receive(self._head)]
@@ -89,9 +88,6 @@ class _Incoming:
         self._values = []
         self._coming = [self._receive(self._head)]
         return come
-
-    def _receive(self, array: Flat) -> PendingMessage:
-        return self._communicator.irecv(array, self._source, self._tag)
 
 
 class Syncer:
@@ -160,8 +156,7 @@ class Syncer:
         try:
             incoming = [
                 _Incoming(self._communicator, replica, leader, self.steps.weights, self._tags.differences)
-                for replica, leader in enumerate(self._leaders)
-                if replica > 0
+                for replica, leader in enumerate(self._leaders[1:], 1)
             ]
             while not self._over and self._communicator.lifetime.open:
                 come = [differences for each in incoming if (differences := each.poll()) is not None]

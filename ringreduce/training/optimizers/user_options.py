@@ -90,13 +90,14 @@ class GradientArguments(TypedDict, total=False):
 
 #: What users call fields of `Options`, where that is another name.
 _BY_USERS = {"passes": "backward_passes_per_step", "predivide_factor": "gradient_predivide_factor"}
-
+#: What users call all of these fields.
+_NAMES = {each.name: _BY_USERS.get(each.name, each.name) for each in fields(Options)}
 
 #: Of optimizers and tapes.
 GRADIENT_OPTIONS = Declared(
     GradientArguments,
     {
-        **{_BY_USERS.get(each.name, each.name): each.default for each in fields(Options)},
+        **{_NAMES[each.name]: each.default for each in fields(Options)},
         **{option.name: option.default for option in STRATEGIES},
         **{"name": None, "use_locking": False, "device_dense": "", "device_sparse": ""},
         **{"average_aggregated_gradients": False, "num_groups": 0, "sparse_as_dense": False},
@@ -119,11 +120,7 @@ def options_of(arguments: Mapping[str, Any], **own: Any) -> Options:
         arguments: of `GradientArguments`, some of them.
         own: options in place of those that these say.
     """
-    given = {
-        each.name: arguments[_BY_USERS.get(each.name, each.name)]
-        for each in fields(Options)
-        if _BY_USERS.get(each.name, each.name) in arguments
-    }
+    given = {each: arguments[name] for each, name in _NAMES.items() if name in arguments}
     if given.get("groups") is None:
         given["groups"] = arguments.get("num_groups")
     given |= {option.name: arguments[option.name] for option in STRATEGIES if option.name in arguments}

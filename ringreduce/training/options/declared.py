@@ -44,7 +44,10 @@ class Declared:
             named: of those that they give by name alone; None: all others.
             defaults: of this taker, in place of the common ones.
         """
-        by_place, by_name = self.names(places, named)
+        by_place = places.split()
+        others = [name for name in self.table.__annotations__ if name not in by_place]
+        words = others if named is None else named.split()
+        by_name = [name for word in words for name in (self.more if word == "*" else (word,))]
 
         def decorate(taker: _Taker) -> _Taker:
             decorated: Any = taker
@@ -74,21 +77,13 @@ class Declared:
 
         return decorate
 
-    def names(self, places: str = "", named: str | None = None) -> tuple[list[str], list[str]]:
-        """Return the names of arguments with a place, and of those that have none; as for `taken`."""
-        others = [name for name in self.table.__annotations__ if name not in places.split()]
-        words = others if named is None else named.split()
-        return places.split(), [name for word in words for name in (self.more if word == "*" else (word,))]
-
-    def parameters(
-        self, places: Sequence[str], named: Sequence[str], defaults: Mapping[str, Any] | None = None
-    ) -> list[Parameter]:
-        """Return these arguments as parameters; as for `taken`."""
+    def parameters(self, places: Sequence[str], named: Sequence[str], defaults: Mapping[str, Any]) -> list[Parameter]:
+        """Return arguments with a place, and others that have none, as parameters; ``defaults`` as for `taken`."""
         kinds = {
             **dict.fromkeys(places, Parameter.POSITIONAL_OR_KEYWORD),
             **dict.fromkeys(named, Parameter.KEYWORD_ONLY),
         }
-        values = {**self.defaults, **(defaults or {})}
+        values = {**self.defaults, **defaults}
         types = {name: each.__forward_arg__ for name, each in self.table.__annotations__.items()}
         types |= {name: annotation for name, (annotation, _) in self.more.items()}
         return [Parameter(name, kind, default=values[name], annotation=types[name]) for name, kind in kinds.items()]

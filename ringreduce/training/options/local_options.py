@@ -106,13 +106,8 @@ class LocalOptions:
         if self.quorum is None:
             return
         self.quorum = whole_number("quorum", self.quorum, 1)
-        others = {
-            "fragments": self.fragments,
-            "delay": self.delay,
-            "compression": self.compression,
-            "shard": self.shard,
-        }
-        given = [name for name, value in others.items() if value != LocalOptions.__dataclass_fields__[name].default]
+        others = ("fragments", "delay", "compression", "shard")
+        given = [name for name in others if getattr(self, name) != LocalOptions.__dataclass_fields__[name].default]
         given += ['"state" in average'] if "state" in self.average else []
         _require(not given, "quorum goes without fragments, delay, compression, shard and averaged state", given)
 
@@ -185,6 +180,5 @@ def averaging(options: Mapping[str, Any]) -> dict[str, Any]:
 
 #: Of classes that train locally.
 LOCAL_OPTIONS = Declared(
-    LocalArguments,
-    {name: each.default for name, each in inspect.signature(LocalOptions).parameters.items()},
+    LocalArguments, {name: each.default for name, each in inspect.signature(LocalOptions).parameters.items()}
 )

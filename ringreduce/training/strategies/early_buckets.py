@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
 from ringreduce.common.errors import ConfigError, ShutdownError, TransportError
 from ringreduce.engine import InPlaceAllreduce
-from ringreduce.training.binding.framework import Hooks, Look, StreamSync
+from ringreduce.training.binding.framework import Hooks, StreamSync
 from ringreduce.training.gradients.buckets import Bucket, Buckets
 from ringreduce.training.strategies.stages import NEXT, Event, Fate, GradientState, Stage
 
@@ -25,12 +25,12 @@ class BucketState:
         part: its reduction, while it is under way.
     """
 
-    __slots__ = ("bucket", "generation", "members", "missing", "number", "part", "stage", "sync")
-
-    def __init__(self, number: int, bucket: Bucket, members: Sequence[GradientState], sync: StreamSync | None) -> None:
+    def __init__(
+        self, number: int, bucket: Bucket, watched: Mapping[int, GradientState], sync: StreamSync | None
+    ) -> None:
         self.number = number
         self.bucket = bucket
-        self.members = members
+        self.members = [watched[id(slot.parameter)] for slot in bucket.slots]
         self.sync = sync
         self.generation = 0  # how often all ranks have withdrawn it; a part of its name
         self.stage = Stage.FILLING
@@ -102,12 +102,7 @@ class EarlyBuckets:
             return
         streams = self._all.memory.streams
         self._states = [
-            BucketState(
-                number,
-                bucket,
-                members=[watched[id(slot.parameter)] for slot in bucket.slots],
-                sync=streams.sync(bucket.flat),
-            )
+            BucketState(number, bucket, watched, sync=streams.sync(bucket.flat))
             for number, bucket in enumerate(self._all)
             if not bucket.is_compressed and all(id(slot.parameter) in watched for slot in bucket.slots)
         ]
@@ -132,7 +127,7 @@ class EarlyBuckets:
         filled = False
         if not given and joins == self._engine.joins:
             with nullcontext() if state.sync is None else state.sync.filling():
-                filled = max(bucket.collect(zeros=True), default=0) <= Look.EMPTY
+                filled = bucket.collect()
         if filled:
             for record in members:
                 record.watch_from_now(Fate.MISSING if record.parameter.grad is None else Fate.NONE, self._hooks)

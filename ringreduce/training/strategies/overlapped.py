@@ -33,14 +33,7 @@ from ringreduce.training.gradients.buckets import Bucket, Buckets
 from ringreduce.training.gradients.checks import Checks
 from ringreduce.training.gradients.record import ADDED, WAITS, Record
 from ringreduce.training.strategies.early_buckets import EarlyBuckets
-from ringreduce.training.strategies.stages import (
-    STATUS,
-    Event,
-    Fate,
-    GradientState,
-    OverlapProbe,
-    what_is_wrong,
-)
+from ringreduce.training.strategies.stages import STATUS, Event, Fate, GradientState, OverlapProbe, what_is_wrong
 from ringreduce.training.strategies.strategy import Partner
 
 _STEPS = 2  # so many alike before overlap begins
@@ -73,10 +66,7 @@ class Overlap(Partner):
         self._hooks = hooks
         self._checks = checks
         self._engine = engine
-        self._in_backward = options.in_backward
         self._all = buckets
-        self._moved = buckets.moved
-        self._sums = options.op is SUM
         plain = options.predivide_factor == 1.0 and options.compressor is None
         can = engine.threaded and plain and not checks.needs_own_gradients
         self.overlaps = can and options.overlap is not False
@@ -93,10 +83,6 @@ class Overlap(Partner):
         self._passes = 0
         self._lock = threading.RLock()
 
-    def declare(self, passes: int) -> None:
-        """Change how many backward passes come before each step; the same on all ranks."""
-        self.declared = passes
-
     # ---- the backward pass ----
 
     def before_adding(self, record: GradientState) -> None:
@@ -109,7 +95,7 @@ class Overlap(Partner):
         with self._lock:
             if not self._early.keep_out(state):
                 return
-            record.look(self._hooks, self._moved)
+            record.look(self._hooks, self._all.moved)
             if record.fate <= Fate.MISSING:
                 place = next(slot.place for slot in state.bucket.slots if slot.parameter is record.parameter)
                 state.share(place, self._all)
@@ -189,7 +175,7 @@ class Overlap(Partner):
                 if each.times:
                     alike = alike and each.expected in (0, each.times)
                     if not self.begun:
-                        each.look(self._hooks, self._moved)
+                        each.look(self._hooks, self._all.moved)
                         record.changed[0] |= each.fate >= Fate.CHANGED
             record.unlike[0] = not alike
             record.slower[0] = self._probe is not None and self._probe.slower
@@ -200,7 +186,7 @@ class Overlap(Partner):
                     record.status[index] = WAITS
                     continue
                 each = self.watched[id(parameter)]
-                each.look(self._hooks, self._moved)
+                each.look(self._hooks, self._all.moved)
                 record.status[index] = STATUS.get(each.fate, 0)
                 record.cleared[index] = each.fate is Fate.CLEARED
                 record.kept[index] = each.fate not in (Fate.CLEARED, Fate.MISSING)
@@ -267,7 +253,7 @@ class Overlap(Partner):
                 self._early.clear()
             if record.changed.any():
                 self.end()
-                self._checks.warn_of_changes(in_backward=self._in_backward)
+                self._checks.warn_of_changes(in_backward=self._all.options.in_backward)
                 return
             if self._probe is not None and self._probe.over and everyone:  # ranks that have joined do not know it
                 self._probe = None
@@ -296,8 +282,9 @@ class Overlap(Partner):
 
     def forget_step(self) -> None:
         """Forget what was added in the last step, but how often."""
+        sums = self._all.options.op is SUM
         for record in self.watched.values():
-            record.begin(sums=self._sums)
+            record.begin(sums=sums)
         self._passes = 0
 
     def end(self) -> None:

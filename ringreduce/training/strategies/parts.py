@@ -64,11 +64,8 @@ class ParameterShard:
         memory: of the node, laid out like the bucket.
         views: the parameters there.
         bounds: of the parts, in elements.
-        counts: of the parameters' elements.
         own: this rank's part.
     """
-
-    __slots__ = ("_is_first", "bounds", "bucket", "counts", "memory", "own", "views")
 
     def __init__(self, bucket: Bucket, memory: _Bytes, views: Sequence[Any], bounds: Sequence[int], index: int) -> None:
         self.bucket = bucket
@@ -76,7 +73,6 @@ class ParameterShard:
         self.views = views
         self.bounds = bounds
         self._is_first = index == 0
-        self.counts = [math.prod(view.shape) for view in views]
         self.own = slice(bounds[index], bounds[index + 1])
 
     def part(self, index: int) -> _Bytes:
@@ -95,7 +91,7 @@ class ParameterShard:
     def within(self, number: int) -> slice:
         """Return this rank's part of a parameter, given its number in the bucket: elements in their order in memory."""
         start = self.bucket.places[number].start
-        count = self.counts[number]
+        count = math.prod(self.views[number].shape)
         first = min(max(self.own.start - start, 0), count)
         return slice(first, max(first, min(self.own.stop - start, count)))
 
@@ -175,7 +171,7 @@ class NodeRanks:
         for _ in range(self.ranks.size):
             wanted |= pickle.load(everyone)
         lengths = [padded(nbytes) for nbytes, _ in wanted.values()]
-        memory = self.node_memory(sum(lengths)) if any(lengths) else np.empty(0, np.uint8)
+        memory = self.node_memory(sum(lengths))
         places = Partition.of_sizes(lengths).segment
         return memory, {
             key: (memory[place][:nbytes], description)
@@ -427,24 +423,22 @@ class ShardPartner(Partner):
     """
 
     def __init__(self, sharding: Sharding) -> None:
-        self._uncleared = sharding.uncleared
-        self._described = sharding.ranks.described
         self._sharding = sharding
 
     def settle(self) -> bool:
-        return self._uncleared.settle()
+        return self._sharding.uncleared.settle()
 
     def moved(self) -> None:
         self._sharding.update()
 
     def report(self, record: Record, parameters: Sequence[Any]) -> None:
-        self._uncleared.report(record, parameters)
+        self._sharding.uncleared.report(record, parameters)
 
     def heed(self, record: Record) -> None:
-        self._uncleared.heed(record, self._described)
+        self._sharding.uncleared.heed(record, self._sharding.ranks.described)
 
     def reduced(self, gradients: Sequence[Any], *, repeated: bool) -> None:
-        self._uncleared.reduced(gradients)
+        self._sharding.uncleared.reduced(gradients)
 
 
 def _line(bucket: Bucket) -> int:

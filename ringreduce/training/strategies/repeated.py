@@ -187,10 +187,5 @@ class RepeatedSteps(Strategy):
             alike = zlib.crc32(found + repr(self._numbers.counts).encode(), self._context.buckets.layout)
             text = f"a step of {self._context.ranks.name} like the last, {alike:08x}"
             self._last = _LastStep(
-                found,
-                parameters,
-                buckets=buckets,
-                flats=[each.flat for each in buckets],
-                slots=slots,
-                text=text,
+                found, parameters, buckets=buckets, flats=[each.flat for each in buckets], slots=slots, text=text
             )

@@ -8,7 +8,6 @@ import numpy as np
 
 from ringreduce.common.arguments import whole_number
 from ringreduce.common.errors import ConfigError
-from ringreduce.common.reduce_ops import AVERAGE
 from ringreduce.training.data.shares import Shares, counts_of
 from ringreduce.training.strategies.strategy import StepContext
 
@@ -22,10 +21,7 @@ class SampleNumbers:
     """
 
     def __init__(self, context: StepContext) -> None:
-        self._ranks = context.ranks
-        self._options = context.options
-        self._count = context.count
-        self._attached = context.ranks.engine.attached
+        self._context = context
         self._asked_in = -1  # the step for which a sampler was last asked
         self.told: int | None = None
         self.counts: dict[int, int] = {}
@@ -40,18 +36,20 @@ class SampleNumbers:
         Returns:
             The number, or the error that is to be raised on all ranks.
         """
-        if said is None and Shares not in self._attached:
+        context = self._context
+        engine = context.ranks.engine
+        if said is None and Shares not in engine.attached:
             return None
         try:
             if said is not None:
                 samples = whole_number("samples", said, 0)
             else:
-                counts = counts_of(self._ranks.engine, again=self._asked_in == self._count.stepped)
+                counts = counts_of(engine, again=self._asked_in == context.count.stepped)
                 if counts is None:
                     return None
-                samples = counts[self._ranks.rank]
-                self._asked_in = self._count.stepped
-            if self._options.op is not AVERAGE or self._options.adasum:
+                samples = counts[context.ranks.rank]
+                self._asked_in = context.count.stepped
+            if not context.options.weighs:
                 raise ConfigError("numbers of samples are weights of an average; use op=Average with them")
         except ConfigError as error:
             return error
@@ -61,7 +59,8 @@ class SampleNumbers:
         """Exchange the numbers, which all ranks have or none has; return whether some have changed. Collective."""
         counts: dict[int, int] = {}
         if isinstance(samples, int):
-            rows = self._ranks.allgather(np.array([[self._ranks.rank, samples]], np.int64))
+            ranks = self._context.ranks
+            rows = ranks.allgather(np.array([[ranks.rank, samples]], np.int64))
             counts = dict(rows.tolist())
         changed = counts != self.counts
         self.told = samples if isinstance(samples, int) else None

@@ -46,9 +46,7 @@ NEXT = {
     (Stage.FILLING, Event.SUBMITTED): Stage.UNDER_WAY,
     (Stage.FILLING, Event.HELD_BACK): Stage.WAITING,
     (Stage.UNDER_WAY, Event.WITHDRAWN): Stage.WAITING,
-    (Stage.FILLING, Event.CLEARED): Stage.FILLING,
-    (Stage.UNDER_WAY, Event.CLEARED): Stage.UNDER_WAY,
-    (Stage.WAITING, Event.CLEARED): Stage.WAITING,
+    **{(stage, Event.CLEARED): stage for stage in Stage},
     **{(stage, Event.STEPPED): Stage.FILLING for stage in Stage},
 }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ringreduce.common.errors import ConfigError, MismatchError, UnsupportedBufferError
 from ringreduce.common.reduce_ops import MAX
 from ringreduce.engine import InPlaceAllreduce, Operation
 from ringreduce.training.binding.framework import Found
 from ringreduce.training.data.subsets import Subsets
+from ringreduce.training.gradients.checks import Settings
 from ringreduce.training.gradients.record import Record
 from ringreduce.training.strategies.strategy import Contribution, Partner, StepContext
 
@@ -64,16 +65,12 @@ class StepAgreement:
     """
 
     def __init__(
-        self,
-        context: StepContext,
-        partners: Sequence[Partner],
-        settings: Callable[[], Mapping[str, str]],
-        patience: Patience,
+        self, context: StepContext, partners: Sequence[Partner], settings: Settings, patience: Patience
     ) -> None:
         self._context = context
         self._partners = partners
         self._patience = patience
-        self._settings: Callable[[], Mapping[str, str]] | None = settings
+        self._settings: Settings | None = settings
         # Before which step `Checks` compares weights; None: the agreement does, in its first step.
         self._first = context.memory.advice.first
         self._compares = self._first is None  # as long as they are equal
