@@ -1,4 +1,4 @@
-"""Message transports that record what they are asked to do, fail or do damage on purpose: wrappers around others."""
+"""Transports, and a communicator, that record what they are asked to do, fail or do damage on purpose: wrappers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ringreduce.transport.messages import Messages, Prequest
 Array = npt.NDArray[Any]
 
 
-class _Wrapper:
-    """Passes everything on to ``inner``; a `Messages` as that is."""
+class Wrapper:
+    """Passes everything on to ``inner``; a `Messages`, or a communicator, as that is."""
 
-    def __init__(self, inner: Messages) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-class RecordingMessages(_Wrapper):
+class RecordingMessages(Wrapper):
     """Keeps a list of what was started.
 
     Attributes:
@@ -51,7 +51,7 @@ class RecordingMessages(_Wrapper):
         self._inner.start(requests)
 
 
-class FailingMessages(_Wrapper):
+class FailingMessages(Wrapper):
     """Fails, or goes silent, after so many starts.
 
     Args:
@@ -79,7 +79,7 @@ class FailingMessages(_Wrapper):
         return self._inner.test_some(requests) if self._left >= 0 else ()
 
 
-class DamagingMessages(_Wrapper):
+class DamagingMessages(Wrapper):
     """Flips one bit of one message that this rank receives.
 
     Args:
@@ -110,3 +110,25 @@ class DamagingMessages(_Wrapper):
                     place.view(np.uint8)[place.nbytes // 2] ^= 4
                 self._left -= 1
         return ended
+
+
+class Faulty(Wrapper):
+    """A communicator that adds one to the first element of what ``collective`` returns on ``rank``."""
+
+    def __init__(self, communicator: Any, collective: str, rank: int) -> None:
+        super().__init__(communicator)
+        self._collective = collective
+        self._at = rank
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name != self._collective or self._inner.rank != self._at:
+            return value
+
+        def call(array: Array, *arguments: Any, **options: Any) -> Any:
+            result = value(array, *arguments, **options)
+            if array.dtype == np.float32:  # not the times and counts of a benchmark itself
+                result.reshape(-1)[0] += 1
+            return result
+
+        return call

@@ -15,6 +15,11 @@ torch = pytest.importorskip("torch")
 Model = Any
 Optimizer = Any
 
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+]  # fmt: skip
+
 
 def mlp(*widths: int, seed: int = 0, dtype: Any = None) -> Model:
     """Return linear layers of these widths with tanh between them, the same on all ranks."""
@@ -23,6 +28,25 @@ def mlp(*widths: int, seed: int = 0, dtype: Any = None) -> Model:
     for inputs, outputs in pairwise(widths):
         layers += [torch.nn.Linear(inputs, outputs, dtype=dtype), torch.nn.Tanh()]
     return torch.nn.Sequential(*layers[:-1])
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of a program's own: `update` changes each parameter that has a gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group)
+
+    def update(self, parameter: Any, group: dict[str, Any]) -> None:
+        """Change a parameter of a group, which has made so many ``steps`` with this one."""
+        raise NotImplementedError
 
 
 def take_steps(model: Model, optimizer: Optimizer, steps: Iterable[int], loss_of: Callable[[Model, int], Any]) -> None:

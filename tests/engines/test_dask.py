@@ -161,9 +161,17 @@ def test_large_arguments_many_starts_and_two_at_once(client: Any) -> None:
     assert found == [[3.0] * 3] * 2
 
 
-def cancel_all(client: Any) -> None:
-    tasks = client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.tasks])
-    client.cancel([distributed.Future(key, client) for key in tasks], force=True)
+def end(client: Any, own: Any, role: str) -> None:
+    """Let something die that belongs to the job that runs, or cancel its tasks, or close the client that runs it."""
+    if role == "worker":
+        os.kill(min(client.run(os.getpid).values()), signal.SIGKILL)
+    elif role == "cancel":
+        tasks = client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.tasks])
+        client.cancel([distributed.Future(key, client) for key in tasks], force=True)
+    elif role == "close":
+        own.close()
+    else:
+        kill(role)
 
 
 @pytest.mark.thorough
@@ -173,14 +181,7 @@ def test_a_death_leaves_nothing(client: Any, address: str, role: str, time: str,
     """What comes at random moments comes twice."""
     with distributed.Client(address) as own:
         job = Job(lambda file: ringreduce.dask.run(own, loop, (file,)), size=3, file=tmp_path / "seen")
-        if role == "worker":
-            os.kill(min(client.run(os.getpid).values()), signal.SIGKILL)
-        elif role == "cancel":
-            cancel_all(client)
-        elif role == "close":
-            own.close()
-        else:
-            kill(role)
+        end(client, own, role)
         error = job.ended()
     assert isinstance(error, CollectiveError)
     if role == "worker":
@@ -192,16 +193,10 @@ def test_a_death_leaves_nothing(client: Any, address: str, role: str, time: str,
 def test_an_elastic_job_survives(client: Any, role: str, tmp_path: Path) -> None:
     """What ends a rank alone is survived by the others; without a worker, all begin again from the last commit."""
 
-    def die() -> None:
-        if role == "worker":
-            os.kill(min(client.run(os.getpid).values()), signal.SIGKILL)
-        else:
-            kill(role)
-
     def run(folder: str) -> Any:
         return ringreduce.dask.run(client, slot_jobs.train, (folder,), options=["--elastic"])
 
-    left = slot_jobs.deaths_survived(run, tmp_path, die, again=role != "rank")
+    left = slot_jobs.deaths_survived(run, tmp_path, lambda: end(client, client, role), again=role != "rank")
     assert left in ((2, 3) if role == "agent" else (2,))  # mpirun does not say whose agent has died
 
 
@@ -211,12 +206,7 @@ def test_what_ends_an_elastic_job(client: Any, address: str, role: str, tmp_path
     with distributed.Client(address) as own:
         call = lambda file: ringreduce.dask.run(own, loop, (file,), options=["--elastic"])  # noqa: E731
         job = Job(call, size=3, file=tmp_path / "seen")
-        if role == "cancel":
-            cancel_all(client)
-        elif role == "close":
-            own.close()
-        else:
-            kill(role)
+        end(client, own, role)
         assert isinstance(job.ended(), CollectiveError)
 
 

@@ -208,17 +208,18 @@ def pids_named(word: str) -> list[int]:
 def test_a_death_leaves_nothing(spark: Any, role: str, time: str, tmp_path: Path) -> None:
     """What comes at random moments comes twice."""
     job = Job(lambda file: ringreduce.spark.run(loop, (file,), num_proc=3), size=3, file=tmp_path / "seen")
-    if role == "executor":
-        os.kill(pids_named("CoarseGrainedExecutorBackend")[-1], signal.SIGKILL)
-    elif role == "task":
-        os.kill(pids_named("pyspark.daemon")[-1], signal.SIGKILL)
-    elif role == "cancel":
-        spark.sparkContext.cancelAllJobs()
-    else:
-        kill(role)
+    end(spark, role)
     assert isinstance(job.ended(), CollectiveError)
     assert is_eventually(lambda: not left_behind(), END_S), left_behind()
     assert ringreduce.spark.run(programs.total, num_proc=3) == [3.0] * 3  # executors come again
+
+
+def end(spark: Any, role: str) -> None:
+    """Let the job that runs end, as it is cancelled or something of it dies."""
+    if role == "cancel":
+        spark.sparkContext.cancelAllJobs()
+    else:
+        die(role)
 
 
 def die(role: str) -> None:
@@ -263,10 +264,7 @@ def test_a_task_that_comes_again_is_taken(spark: Any, tmp_path: Path) -> None:
 def test_what_ends_an_elastic_job(spark: Any, role: str, tmp_path: Path) -> None:
     call = lambda file: ringreduce.spark.run_elastic(loop, (file,), num_proc=3, min_num_proc=1)  # noqa: E731
     job = Job(call, size=3, file=tmp_path / "seen")
-    if role == "cancel":
-        spark.sparkContext.cancelAllJobs()
-    else:
-        kill(role)
+    end(spark, role)
     assert isinstance(job.ended(), CollectiveError)
     assert is_eventually(lambda: not left_behind(), END_S), left_behind()
 

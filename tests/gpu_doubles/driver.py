@@ -29,8 +29,6 @@ from ringreduce.common.errors import TransportError
 from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.cupy_driver import Arithmetic, CupyDriver, Device, Event, Stream, reduced
 
-__all__ = ["HostArray", "HostDriver", "HostMachine"]
-
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 256

@@ -16,8 +16,6 @@ from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.cupy_driver import Arithmetic, Stream, reduced
 from ringreduce.gpu.nccl import Nccl, NcclRanks, code_of_dtype, code_of_op
 
-__all__ = ["HostNccl"]
-
 _NEWEST = 23000
 _BY_CODE: dict[int | None, DType] = {code_of_dtype(dtype, _NEWEST): dtype for dtype in DTYPES.values()}
 _OPS: dict[int | None, ReduceOp] = {code_of_op(op, DTYPES["float32"], _NEWEST): op for op in ReduceOp}

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from gpu_doubles.driver import HostDriver, HostMachine
+from gpu_doubles.driver import Array, HostDriver, HostMachine
 from gpu_doubles.nccl import HostNccl
 from ringreduce.collectives.communicator import Communicator
 from ringreduce.common.config import Config
+from ringreduce.common.reduce_ops import ReduceOp
 from ringreduce.gpu.awareness import CudaAwareness
 from ringreduce.gpu.devices import Gpu
 from ringreduce.testing import run_ranks
 
-__all__ = ["run_gpu_ranks"]
-
 T = TypeVar("T")
+
+
+def reduced(
+    communicator: Communicator, driver: HostDriver, values: Array, op: ReduceOp = ReduceOp.SUM, **how: Any
+) -> Array:
+    """Return what an allreduce in place makes of an array in device memory that holds ``values``."""
+    array = driver.put_late(values)
+    communicator.allreduce(array, op, out=array, **how)
+    return array.get(array.stream)
 
 
 def run_gpu_ranks(

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["TorchStreams"]
-
 
 class _Stream:
     """A stream.

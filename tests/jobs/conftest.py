@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import launching
 import pytest
@@ -22,12 +22,6 @@ def _has_mpirun() -> None:
     """Some installations keep mpirun off the path (behind modules); these tests are about jobs that it starts."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not on the path")
-
-
-@pytest.fixture
-def run_job() -> Callable[..., launching.Job]:
-    """A function that runs python under mpirun: `launching.run_job`."""
-    return launching.run_job
 
 
 @pytest.fixture

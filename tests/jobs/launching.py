@@ -89,12 +89,14 @@ def run(*command: object, limit_s: float = LIMIT_S, cwd: Path | None = None, **e
     return Job(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
 
 
-def run_job(
-    ranks: int, *arguments: object, source: str = "", limit_s: float = LIMIT_S, **environment: str | None
-) -> Job:
-    """Run python under mpirun: ``run_job(2, "-m", "ringreduce", "doctor")``; ``source`` is the text of a program."""
-    words = ("-c", textwrap.dedent(source)) if source else arguments
-    return run("mpirun", "-np", ranks, sys.executable, *words, limit_s=limit_s, **environment)
+def run_job(ranks: int, *arguments: object, limit_s: float = LIMIT_S, **environment: str | None) -> Job:
+    """Run python under mpirun: ``run_job(2, "-m", "ringreduce", "doctor")``."""
+    return run("mpirun", "-np", ranks, sys.executable, *arguments, limit_s=limit_s, **environment)
+
+
+def run_program(source: str, *, ranks: int = 2, **environment: str | None) -> Job:
+    """Run the text of a program under mpirun."""
+    return run_job(ranks, "-c", textwrap.dedent(source), **environment)
 
 
 def run_together(ranks: int, folder: Path, scripts: dict[str, list[str]], **environment: str | None) -> dict[str, str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import RINGREDUCE, run
+from launching import RINGREDUCE, run, run_program
 
 from ringreduce.audit.chain import examine
 from ringreduce.common.keys import write_secret
@@ -34,12 +33,10 @@ rr.barrier()
         (1, "os.kill(os.getpid(), signal.SIGKILL)", ""),
     ],
 )
-def test_a_job_that_fails_has_an_end_with_the_reason(
-    run_job: Any, tmp_path: Path, rank: int, end: str, said: str
-) -> None:
+def test_a_job_that_fails_has_an_end_with_the_reason(tmp_path: Path, rank: int, end: str, said: str) -> None:
     """As rank 0 knows it: its own, or that it lost another, or was ended with the job."""
     path = tmp_path / "audit"
-    job = run_job(2, source=FAILING.format(rank=rank, end=end), RINGREDUCE_AUDIT=str(path))
+    job = run_program(FAILING.format(rank=rank, end=end), RINGREDUCE_AUDIT=str(path))
     assert job.returncode != 0
     found = examine(path.read_bytes())
     assert found.wrong is None
@@ -51,10 +48,10 @@ def test_a_job_that_fails_has_an_end_with_the_reason(
         assert failed == ["it failed: ValueError: no"]
 
 
-def test_an_object_over_the_limit_that_ends_the_job_is_recorded(run_job: Any, tmp_path: Path) -> None:
+def test_an_object_over_the_limit_that_ends_the_job_is_recorded(tmp_path: Path) -> None:
     """Before the end, whichever rank comes first."""
     source = "import ringreduce as rr; rr.init(); rr.allgather_object(b'x' * 2000)"
-    job = run_job(3, source=source, RINGREDUCE_AUDIT=str(tmp_path / "audit"), RINGREDUCE_OBJECT_LIMIT="1000")
+    job = run_program(source, ranks=3, RINGREDUCE_AUDIT=str(tmp_path / "audit"), RINGREDUCE_OBJECT_LIMIT="1000")
     assert job.returncode != 0
     found = examine((tmp_path / "audit").read_bytes())
     assert found.wrong is None

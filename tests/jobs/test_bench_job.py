@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import launching
 import pytest
 from browser import look
-from launching import RINGREDUCE, needs
+from launching import RINGREDUCE, Job, needs, run_job
 
 from ringreduce.bench.cases import COLLECTIVES
 
-Run = Callable[..., Any]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def mpirun(run_job: Run) -> Run:
-    """A function that runs the command line on so many ranks."""
-    return lambda ranks, *arguments: run_job(ranks, "-m", "ringreduce", *arguments)
+def mpirun(ranks: int, *arguments: object) -> Job:
+    """Run the command line on so many ranks."""
+    return run_job(ranks, "-m", "ringreduce", *arguments)
 
 
 def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_table_of_two_ranks(mpirun: Run):
+def test_table_of_two_ranks():
     """The table parses like that of nccl-tests: one row per size, numbers in the standard columns, nothing wrong."""
     done = mpirun(2, "bench", "allreduce", "-b", "8", "-e", "1M", "-f", "64", "-n", "5", "--vs", "mpi").well()
     table = rows(done.stdout)
@@ -45,7 +41,7 @@ def test_table_of_two_ranks(mpirun: Run):
     assert "# Out of bounds values : 0 OK" in done.stdout
 
 
-def test_all_algorithms_on_shared_buffers(mpirun: Run, tmp_path):
+def test_all_algorithms_on_shared_buffers(tmp_path):
     """--algorithm all measures several algorithms, and -J gets them all with the peers' figures."""
     needs("torch")
     path = tmp_path / "report.json"
@@ -66,7 +62,7 @@ def test_all_algorithms_on_shared_buffers(mpirun: Run, tmp_path):
             assert result["bound_share"] > 0
 
 
-def test_wrong_use_is_said_once(mpirun: Run):
+def test_wrong_use_is_said_once():
     """All ranks end with status 2, and only rank 0 says why."""
     done = mpirun(2, "bench", "allreduce", "--root", "2")
     assert done.returncode == 2
@@ -77,13 +73,13 @@ def test_wrong_use_is_said_once(mpirun: Run):
 @pytest.mark.parametrize(
     ("arguments", "text"), [(("explain", "-b", "1M", "-e", "1M"), "1 MiB"), (("bench", "--help"), "Usage:")]
 )
-def test_one_rank_speaks(mpirun: Run, arguments: tuple[str, ...], text: str):
+def test_one_rank_speaks(arguments: tuple[str, ...], text: str):
     """Rank 0 speaks for all, also when it only explains the options."""
     done = mpirun(2, *arguments).well()
     assert done.stdout.count(text) == 1
 
 
-def test_asynchronous_operations(run_job: Run, tmp_path: Path):
+def test_asynchronous_operations(tmp_path: Path):
     """The benchmark has the latency of one operation and the time of many, and verifies both."""
     needs("torch")
     path = tmp_path / "figures.json"
@@ -91,7 +87,7 @@ def test_asynchronous_operations(run_job: Run, tmp_path: Path):
     assert [(each["operations"], each["nbytes"]) for each in json.loads(path.read_text())] == [(1, 4), (160, 65536)]
 
 
-def test_overlap(run_job: Run) -> None:
+def test_overlap() -> None:
     """The benchmark measures each library alone and beside a computation, and verifies its sums."""
     needs("torch")
     done = run_job(2, str(BENCHMARKS / "overlap.py"), "--vs", "mpi,gloo", "-n", "3", "8", "64K").well()
@@ -106,7 +102,7 @@ def test_recovery() -> None:
     assert [row[0] for row in rows(done.stdout)] == ["left", "2", "1"]
 
 
-def test_all_collectives_on_a_page_with_pictures(mpirun: Run, tmp_path: Path) -> None:
+def test_all_collectives_on_a_page_with_pictures(tmp_path: Path) -> None:
     """Everything is measured and right, and the page shows each."""
     needs("matplotlib")
     page, picture = tmp_path / "report.html", tmp_path / "allreduce.svg"

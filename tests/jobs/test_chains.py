@@ -75,17 +75,15 @@ rr.init()
 """
 
 
-def job(folder: Path, program: str, *arguments: object, options: tuple[str, ...] = ("--elastic",)) -> Job:
+def job(program: str, *arguments: object, options: tuple[str, ...] = ("--elastic",)) -> Job:
     """Run a program as three ranks."""
-    script = folder / "program.py"
-    script.write_text(program)
-    settings = ["-x", "RINGREDUCE_TIMEOUT=4"]
-    return run(RINGREDUCE, "run", "-np", 3, *options, *settings, sys.executable, script, *arguments, limit_s=60)
+    words = (*options, "-x", "RINGREDUCE_TIMEOUT=4", sys.executable, "-c", program, *arguments)
+    return run(RINGREDUCE, "run", "-np", 3, *words, limit_s=60)
 
 
-def test_the_others_go_on_when_the_shell_over_a_rank_is_killed(tmp_path: Path) -> None:
+def test_the_others_go_on_when_the_shell_over_a_rank_is_killed() -> None:
     """As MPI counts the rank as dead, it ends with its shell."""
-    done = job(tmp_path, _KNOWN + _TRAINS).well()
+    done = job(_KNOWN + _TRAINS).well()
     assert sorted(done.stdout.splitlines()) == ["0 goes on with 2", "2 goes on with 2"]
 
 
@@ -93,7 +91,7 @@ def test_a_rank_does_not_stay_behind_in_the_end_of_mpi(tmp_path: Path) -> None:
     """Where nothing of Python runs any more when its shell is killed."""
     ready = tmp_path / "ready"
     os.mkfifo(ready)
-    done = job(tmp_path, _KNOWN + _LEAVES, ready).well()
+    done = job(_KNOWN + _LEAVES, ready).well()
     assert done.stdout == "0 goes on\n"
 
 
@@ -101,24 +99,24 @@ def test_a_shell_that_dies_before_its_rank_is_known_ends_the_job(tmp_path: Path)
     """The launcher kills the rank, which is not connected to anything yet, and says so; the others notice that."""
     ready = tmp_path / "ready"
     os.mkfifo(ready)
-    done = job(tmp_path, _BEFORE_INIT, ready)
+    done = job(_BEFORE_INIT, ready)
     assert done.returncode == 1, done.stderr
     assert "the shell over rank 1 (process " in done.stderr
     assert "has died before all ranks came to init(), so the job is ended" in done.stderr
 
 
 @pytest.mark.parametrize("what", ["mpirun", "shell"])
-def test_what_is_stopped_over_a_rank_is_continued(tmp_path: Path, what: str) -> None:
+def test_what_is_stopped_over_a_rank_is_continued(what: str) -> None:
     """Or it would never report that the rank has ended."""
-    done = job(tmp_path, _KNOWN + _STOPS, what).well()
+    done = job(_KNOWN + _STOPS, what).well()
     assert done.stdout == "0 goes on\n"
 
 
 @pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
-def test_a_rank_that_stays_stopped_is_killed(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_rank_that_stays_stopped_is_killed(options: tuple[str, ...]) -> None:
     """After the time limit, though the others have nothing more to do with it and are at the end of MPI."""
     program = _KNOWN if options else _KNOWN.replace("above(os.getppid()), os.getppid()", "os.getppid(), 0")
-    done = job(tmp_path, program + _STOPS, "rank", options=options)
+    done = job(program + _STOPS, "rank", options=options)
     assert done.stdout == "0 goes on\n"
     assert "rank 1 (process " in done.stderr
     assert (done.returncode == 0) == bool(options), done.stderr

@@ -42,7 +42,7 @@ def damage(disk: Path) -> None:
 
 
 #: Way, ranks, ranks of a host, who dies when, whose disk is harmed, and how.
-CASES = [("numpy", 2, 1, "0@7", 0, lose), ("numpy", 3, 1, "2@7", 0, damage), ("torch-diloco", 3, 1, "0@7", 1, lose)]
+CASES = [("numpy", 2, 1, "0@7", 0, lose), ("numpy", 3, 1, "2@7", 0, damage), ("torch-diloco", 2, 1, "0@7", 1, lose)]
 MORE = [("numpy", 4, 2, "3@7", 0, lose), ("torch", 4, 2, "0@7", 1, lose), ("torch-node", 4, 2, "1@7", 0, lose)]
 WAYS = ["numpy", "torch", "torch-node", "torch-all", "torch-local", "torch-diloco", "jax"]
 ALL = MORE + [

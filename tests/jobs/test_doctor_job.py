@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
+
+from launching import run_job, run_program
 
 
 def topics(report: str) -> dict[str, dict[str, Any]]:
     return {each["topic"]: each for each in json.loads(report)["findings"]}
 
 
-def test_the_ranks_of_a_job_are_examined_together(run_job: Callable[..., Any]):
+def test_the_ranks_of_a_job_are_examined_together():
     """Rank 0 speaks once for all ranks, and a job that works has no problem."""
     done = run_job(2, "-m", "ringreduce", "doctor", "--json", HOROVOD_CYCLE_TIME="1").well()
     found = topics(done.stdout)
@@ -21,7 +22,7 @@ def test_the_ranks_of_a_job_are_examined_together(run_job: Callable[..., Any]):
     assert [each["rank"] for each in json.loads(done.stdout)["ranks"]] == [0, 1]
 
 
-def test_ranks_that_cannot_start_a_world_are_examined(run_job: Callable[..., Any]):
+def test_ranks_that_cannot_start_a_world_are_examined():
     """Settings that differ between ranks are named in a report of one rank, and the exit status is 1."""
     source = """
         import os, sys
@@ -29,7 +30,7 @@ def test_ranks_that_cannot_start_a_world_are_examined(run_job: Callable[..., Any
         from ringreduce.cli import main
         main(["doctor", "--json"])
     """
-    done = run_job(2, source=source)
+    done = run_program(source)
     assert done.returncode == 1
     start = topics(done.stdout)["start"]
     assert start["level"] == "problem"

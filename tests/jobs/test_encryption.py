@@ -144,11 +144,9 @@ print(rr.size(), state.total, flush=True)
 """
 
 
-def test_an_elastic_job_goes_on(key_file: Path, tmp_path: Path):
+def test_an_elastic_job_goes_on(key_file: Path):
     """Two ranks die, one after the other: the survivors agree on a new key each time, and lose no step."""
-    program = tmp_path / "train.py"
-    program.write_text(GOES_ON)
-    done = run("--elastic", "-np", 4, f"--encrypt={key_file}", sys.executable, program).well()
+    done = run("--elastic", "-np", 4, f"--encrypt={key_file}", sys.executable, "-c", GOES_ON).well()
     assert done.stdout.splitlines() == [f"2 {float(sum(range(12)))}"] * 2, done.stderr
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, run_together
+from launching import PROGRAMS, run_job, run_together
 
 STEPS = os.environ.get("RINGREDUCE_TEST_STEPS", "100")
 SEED = os.environ.get("RINGREDUCE_TEST_SEED", "1")
@@ -29,10 +29,10 @@ def test_random_calls_end_as_they_must(tmp_path: Path) -> None:
     [
         pytest.param("algorithms", 30, "", marks=pytest.mark.thorough),
         ("algorithms", 30, "1"),
-        ("mismatches", 250, "1"),
+        ("mismatches", 125, "1"),
         ("worlds", 20, ""),
     ],
 )
-def test_memory_does_not_grow(run_job, what: str, times: int, node_size: str) -> None:
+def test_memory_does_not_grow(what: str, times: int, node_size: str) -> None:
     """Whatever is done again and again; tests/jobs/programs/memory.py does it any number of times."""
     run_job(2, str(PROGRAMS / "memory.py"), what, str(times), RINGREDUCE_NODE_SIZE=node_size).well()

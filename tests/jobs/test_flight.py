@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import RINGREDUCE, Job, needs, run
+from launching import RINGREDUCE, Job, needs, run, run_program
 
 STUCK = """
 import sys, time
@@ -44,12 +43,12 @@ def diagnosis(folder: Path, *options: object) -> Job:
         ),
     ],
 )
-def test_a_rank_that_did_not_come_is_named_with_its_place(run_job: Any, tmp_path: Path, then: str, said: str) -> None:
+def test_a_rank_that_did_not_come_is_named_with_its_place(tmp_path: Path, then: str, said: str) -> None:
     """The others, whose time is up, ask it to write down where it is; the report names the line of the program."""
     if then is OPERATION:
         needs("torch")
     folder = tmp_path / "dump"
-    job = run_job(3, source=STUCK.format(then=then), RINGREDUCE_DUMP=str(folder), RINGREDUCE_TIMEOUT="3")
+    job = run_program(STUCK.format(then=then), ranks=3, RINGREDUCE_DUMP=str(folder), RINGREDUCE_TIMEOUT="3")
     assert "waited 3" in job.stderr, job.stderr
     text = diagnosis(folder).stdout
     assert said in text

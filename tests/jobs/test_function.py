@@ -23,8 +23,7 @@ def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
     """
     program = tmp_path / "program.py"
     program.write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             import ringreduce as rr
 
             def work(power, fails=False):
@@ -42,8 +41,7 @@ def test_a_function_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
                 else:
                     raise AssertionError
                 assert not rr.is_initialized()
-            """
-        )
+        """)
     )
     run(sys.executable, program).well()
 
@@ -75,8 +73,7 @@ def test_the_ranks_end_with_the_program_that_called_run(
     reader = os.open(ready, os.O_RDONLY | os.O_NONBLOCK)
     program = tmp_path / "program.py"
     program.write_text(
-        textwrap.dedent(
-            f"""
+        textwrap.dedent(f"""
             import time
             import ringreduce as rr
 
@@ -89,8 +86,7 @@ def test_the_ranks_end_with_the_program_that_called_run(
 
             if __name__ == "__main__":
                 rr.run(work, np=2)
-            """
-        )
+        """)
     )
     listen = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off
     job = subprocess.Popen([sys.executable, program], stderr=subprocess.DEVNULL, env=environment, preexec_fn=listen)

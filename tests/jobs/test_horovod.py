@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Job, needs, run
+from launching import Job, needs, run, run_job, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -18,24 +18,23 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [(2, ["--fp16-allreduce", "--no-cuda"]), (3, ["--use-adasum", "--model", "resnet8"])], ids=str
+    "options", [["--fp16-allreduce", "--no-cuda"], ["--use-adasum", "--model", "resnet8"]], ids=lambda each: each[0]
 )
-def test_the_synthetic_benchmark_runs_as_it_stands(run_job, ranks: int, options: list[str]) -> None:
+def test_the_synthetic_benchmark_runs_as_it_stands(options: list[str]) -> None:
     """A script that imports horovod.torch trains, and rank 0 alone prints rates per rank and in total."""
     needs("torch")
     short = ["--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "2"]
-    job = run_job(ranks, "-m", "ringreduce.horovod", str(EXAMPLES / "synthetic_benchmark.py"), *short, *options).well()
+    job = run_job(2, "-m", "ringreduce.horovod", str(EXAMPLES / "synthetic_benchmark.py"), *short, *options).well()
     assert len(re.findall(r"^Iter #\d: [\d.]+ img/sec per rank$", job.stdout, re.MULTILINE)) == 2
     (each,) = re.findall(r"^Img/sec per rank: ([\d.]+) \+-[\d.]+$", job.stdout, re.MULTILINE)
-    (total,) = re.findall(rf"^Total img/sec on {ranks} rank\(s\): ([\d.]+) \+-[\d.]+$", job.stdout, re.MULTILINE)
+    (total,) = re.findall(r"^Total img/sec on 2 rank\(s\): ([\d.]+) \+-[\d.]+$", job.stdout, re.MULTILINE)
     assert float(total) >= float(each) > 0
 
 
-def test_variables_of_horovod_reach_the_job(run_job) -> None:
+def test_variables_of_horovod_reach_the_job() -> None:
     """What is honoured is in force on all ranks; what is not is named once."""
-    job = run_job(
-        2,
-        source="""
+    job = run_program(
+        """
         import logging
         import ringreduce as rr
         rr.init()
@@ -124,25 +123,22 @@ def run_script(tmp_path: Path) -> Callable[[str], Job]:
 def test_run_returns_results_in_the_order_of_ranks(run_script, tmp_path: Path) -> None:
     """Functions and classes of the script and of modules beside it reach the ranks and come back; nothing is left."""
     needs("torch")
-    run_script(
-        f"""
+    run_script(f"""
         import tempfile
         tempfile.tempdir = {str(tmp_path / "temporary")!r}
         os.mkdir(tempfile.tempdir)
-        expected = [Seen(10 * rank + 1, 3, [0, 1, 2]) for rank in range(3)]
-        assert horovod.run(work, args=(10,), kwargs={{"offset": 1}}, num_proc=3) == expected
+        expected = [Seen(10 * rank + 1, 2, [0, 1]) for rank in range(2)]
+        assert horovod.run(work, args=(10,), kwargs={{"offset": 1}}, num_proc=2) == expected
         assert horovod.run(functions.work, (2, 5), {{}}, 1) == [functions.Seen(5, 1, [0])]
         assert "mpi4py" not in sys.modules and not rr.is_initialized()
         assert os.listdir(tempfile.tempdir) == []
-        """
-    ).well()
+    """).well()
 
 
 def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
     """Hosts, host files, environments and options for mpirun are used; the rest is named once."""
     (tmp_path / "hosts").write_text("# all of them\nlocalhost slots=2\n\n")
-    done = run_script(
-        """
+    done = run_script("""
         from horovod.runner import run
         environ = {**os.environ, "COLOUR": "blue"}
         assert run(os.getenv, ("COLOUR",), np=2, hosts="localhost:2", env=environ, use_mpi=True) == ["blue"] * 2
@@ -151,8 +147,7 @@ def test_run_takes_what_horovods_does(run_script, tmp_path: Path) -> None:
         positions = [None] * 9 + [None, None, "logs", 2, None, True, "--bind-to none", None, sys.executable]
         assert run(place, (), {}, 2, *positions) == [("0", "horovod"), ("1", "horovod")]
         assert sorted(os.listdir("logs")) == ["rank-0.log", "rank-1.log"]
-        """
-    ).well()
+    """).well()
     assert done.stderr.count("use_gloo has no meaning here") == 1
     assert done.stderr.count("disable_cache has no meaning here") == 1
     assert done.stderr.count("import work; work()") == 1
@@ -171,16 +166,14 @@ FAILURES = {
 
 def test_run_raises_what_a_rank_failed_of(run_script) -> None:
     """Whatever a rank does, run ends promptly, with the traceback of the rank that was first."""
-    done = run_script(
-        f"""
+    done = run_script(f"""
         from horovod.common.exceptions import HorovodInternalError
         for call in {[*FAILURES]!r}:
             try:
                 eval(f"horovod.run({{call}}, num_proc=2)")
             except HorovodInternalError as error:
                 print(error, end="\\0")
-        """
-    ).well()
+    """).well()
     for complaint, said in zip([*FAILURES.values(), "^$"], done.stdout.split("\0"), strict=True):
         assert re.search(complaint, said, re.DOTALL), said
 
@@ -195,8 +188,7 @@ def test_run_refuses_what_cannot_work(run_script) -> None:
         "threading.Lock()": "run cannot send <unlocked _thread.lock object",
         "len, executable='/none/python'": "the job ended with status 2",
     }
-    done = run_script(
-        f"""
+    done = run_script(f"""
         for call, complaint in {cases!r}.items():
             try:
                 eval(f"horovod.run({{call}})")
@@ -204,8 +196,7 @@ def test_run_refuses_what_cannot_work(run_script) -> None:
                 assert str(error).startswith(complaint), error
             else:
                 raise AssertionError(call)
-        """
-    ).well()
+    """).well()
     assert "'none' does not exist" in done.stderr
     assert "--min-np 3 is more than" in done.stderr
     assert "there is no program /none/python" in done.stderr

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import launching
-from launching import Job, needs
+from launching import RINGREDUCE, Job, needs
 
 needs("jax", "optax")
 
@@ -49,11 +49,10 @@ print(rj.size(), float(state.params["w"][0]))
 """
 
 
-def test_training_goes_on_when_a_rank_dies_in_a_compiled_step(tmp_path: Path) -> None:
+def test_training_goes_on_when_a_rank_dies_in_a_compiled_step() -> None:
     """Two steps of three ranks and three of two, each of which adds half of the number of ranks."""
-    (tmp_path / "train.py").write_text(HEAD + ELASTIC)
-    options = ["-x", "RINGREDUCE_TIMEOUT=10", sys.executable, tmp_path / "train.py"]
-    done = launching.run(sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", 3, *options, limit_s=60).well()
+    words = ("-x", "RINGREDUCE_TIMEOUT=10", sys.executable, "-c", HEAD + ELASTIC)
+    done = launching.run(RINGREDUCE, "run", "--elastic", "-np", 3, *words, limit_s=60).well()
     assert done.stdout.splitlines() == ["2 -6.0"] * 2
 
 

@@ -39,17 +39,8 @@ def test_all_ranks_are_seen(tmp_path: Path) -> None:
         page = job.get("/")
         assert "<h2>3 ranks</h2>" in page
         assert "a token is needed" in job.get("/", token="another one")
-        shown = launching.run(
-            *(
-                launching.RINGREDUCE,
-                "top",
-                "--once",
-                "--job",
-                f":{job.port}",
-                "--status-token-file",
-                tmp_path / "token",
-            ),
-        )
+        words = ("top", "--once", "--job", f":{job.port}", "--status-token-file", tmp_path / "token")
+        shown = launching.run(launching.RINGREDUCE, *words)
         assert ": 3 ranks, " in shown.stdout, shown.stderr
         written = job.end()
     assert f"rank 0 serves what the job does at http://127.0.0.1:{job.port}/" in written

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Job, needs, run
+from launching import Job, needs, run, run_job, run_program
 
 #: A script as people write them: everything at module level, which spawned workers import again.
 SCRIPT = """
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
-def test_workers_of_every_start_method_know_their_rank(run_job, tmp_path: Path, ranks: int) -> None:
+def test_workers_of_every_start_method_know_their_rank(tmp_path: Path, ranks: int) -> None:
     """They get the numbers of the rank that started them, cannot communicate, and do the ranks no harm."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -61,11 +61,9 @@ def test_workers_of_every_start_method_know_their_rank(run_job, tmp_path: Path, 
     assert job.stdout.count("well") == ranks
 
 
-def test_what_a_forked_process_does_is_its_own(run_job) -> None:
+def test_what_a_forked_process_does_is_its_own() -> None:
     """What it writes, also to communication buffers, and how it ends, well or with an exception: data loaders fork."""
-    job = run_job(
-        2,
-        source="""
+    job = run_program("""
         import os, sys
         import numpy as np
         import ringreduce as rr
@@ -81,16 +79,14 @@ def test_what_a_forked_process_does_is_its_own(run_job) -> None:
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert rr.allreduce(buffer, out=buffer).tolist() == [1.0] * 5
-        """,
-    ).well()
+    """).well()
     assert "ending the job" not in job.stderr
 
 
-def test_a_worker_may_ask_anything_first(run_job, tmp_path: Path) -> None:
+def test_a_worker_may_ask_anything_first(tmp_path: Path) -> None:
     """What it is told does not depend on what it has asked before."""
     script = tmp_path / "train.py"
-    script.write_text(
-        """
+    script.write_text("""
 import multiprocessing
 import sys
 import numpy as np
@@ -122,17 +118,15 @@ if __name__ == "__main__":
                 child.join()
                 assert child.exitcode == 0, (method, question)
     rr.barrier()
-"""
-    )
+    """)
     run_job(2, str(script)).well()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_that_is_to_stand_alone_does(run_job, tmp_path: Path, method: str) -> None:
+def test_a_worker_that_is_to_stand_alone_does(tmp_path: Path, method: str) -> None:
     """With RINGREDUCE_STANDALONE it starts a world of its own; and where the rank has none any more, too."""
     script = tmp_path / "train.py"
-    script.write_text(
-        f"""
+    script.write_text(f"""
 import multiprocessing
 import os
 import numpy as np
@@ -159,16 +153,13 @@ if __name__ == "__main__":
     rr.barrier()
     rr.shutdown()
     start(False)
-"""
-    )
+    """)
     run_job(2, str(script)).well()
 
 
-def test_a_child_of_a_rank_that_never_started_a_world_may_join(run_job) -> None:
+def test_a_child_of_a_rank_that_never_started_a_world_may_join() -> None:
     """A launcher may start a program that only starts others, by multiprocessing or not."""
-    job = run_job(
-        2,
-        source="""
+    job = run_program("""
         import multiprocessing
         def train():
             import numpy as np
@@ -182,35 +173,29 @@ def test_a_child_of_a_rank_that_never_started_a_world_may_join(run_job) -> None:
             child.start()
             child.join()
             assert child.exitcode == 0
-        """,
-    ).well()
+    """).well()
     assert job.stdout.count("well") == 2
 
 
-def test_other_programs_that_a_rank_starts_are_worlds_of_one(run_job) -> None:
+def test_other_programs_that_a_rank_starts_are_worlds_of_one() -> None:
     """They do not join the job whose environment they have inherited."""
     program = (
         "import ringreduce as rr; rr.init(); print(rr.rank(), rr.size(), rr.allreduce(__import__('numpy').ones(1)))"
     )
-    run_job(
-        2,
-        source=f"""
+    run_program(f"""
         import subprocess, sys
         import ringreduce as rr
         rr.init()
         said = subprocess.run([sys.executable, "-c", {program!r}], check=True, capture_output=True, text=True).stdout
         assert said == "0 1 [1.]\\n", said
         rr.barrier()
-        """,
-    ).well()
+    """).well()
 
 
-def test_a_job_that_a_rank_launches_is_a_job_of_its_own(run_job) -> None:
+def test_a_job_that_a_rank_launches_is_a_job_of_its_own() -> None:
     """A launcher between a rank and a process makes that one a rank of another job."""
     program = "import ringreduce as rr; rr.init(); print(rr.size(), flush=True)"
-    run_job(
-        2,
-        source=f"""
+    run_program(f"""
         import os, subprocess, sys
         import ringreduce as rr
         rr.init()
@@ -220,8 +205,7 @@ def test_a_job_that_a_rank_launches_is_a_job_of_its_own(run_job) -> None:
             said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30, env=clean).stdout
             assert said.split() == ["2", "2"], said
         rr.barrier()
-        """,
-    ).well()
+    """).well()
 
 
 # ---- several processes that MPI does not connect ----
@@ -277,12 +261,10 @@ def test_the_mpirun_of_another_library_is_recognised(run_alone) -> None:
     assert "mpirun -np N python" in done.stderr
 
 
-def test_ranks_open_no_sockets(run_job) -> None:
+def test_ranks_open_no_sockets() -> None:
     """Ringreduce itself opens none; what MPI opens is MPI's."""
     needs("torch")
-    job = run_job(
-        2,
-        source="""
+    job = run_program("""
         import sys
         import numpy as np, torch
         opened = []
@@ -299,16 +281,13 @@ def test_ranks_open_no_sockets(run_job) -> None:
         torch.distributed.destroy_process_group()
         hvd.shutdown()
         print(sorted(set(opened) - {"socket.gethostname"}))
-        """,
-    ).well()
+    """).well()
     assert job.stdout.splitlines() == ["[]", "[]"]
 
 
-def test_private_memory_is_left_alone_where_that_is_wanted(run_job) -> None:
+def test_private_memory_is_left_alone_where_that_is_wanted() -> None:
     """No collective, nor `init` itself, makes the system copy another process's memory; by default they do."""
-    job = run_job(
-        2,
-        source="""
+    job = run_program("""
         import os
         import numpy as np
         from ringreduce.transport.shared import private
@@ -330,6 +309,5 @@ def test_private_memory_is_left_alone_where_that_is_wanted(run_job) -> None:
                 rr.reduce_scatter(np.zeros(2 * count))
             rr.shutdown()
             assert bool(made) == (wanted == "1")
-        """,
-    )
+    """)
     assert (job.returncode, job.stderr) == (0, "")

@@ -185,9 +185,7 @@ def test_prometheus_scrapes_a_job(tmp_path: Path) -> None:
         job.health(everyone(2))
         with scraping(tmp_path, job.port) as prometheus:
             steps = "count(rate(ringreduce_steps_total[10s]) > 0)"
-            prometheus.until(
-                lambda: [each["value"][1] for each in prometheus.ask("query", query=steps)["result"]] == ["2"]
-            )
+            prometheus.until(lambda: [each["value"][1] for each in prometheus.query(steps)] == ["2"])
             prometheus.until(lambda: is_scraped_well(prometheus))
             families = set(re.findall(r"^# TYPE (\w+) \w+$", job.get("/metrics"), re.MULTILINE))
             # What has come since the last look of Prometheus, it sees at the next one; a rate takes two.

@@ -32,11 +32,10 @@ def trained(folder: Path, ranks: int, quorum: int, *events: str) -> list[dict[st
     return said
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_frozen_replica_goes_on_from_the_steps_of_others(tmp_path: Path, ranks: int) -> None:
-    said = trained(tmp_path, ranks, ranks - 1, f"{ranks - 1}@2:freeze:7")
-    assert len(said) == ranks
-    assert {each["rank"]: max(each["jumps"]) for each in said}[ranks - 1] >= 5
+def test_a_frozen_replica_goes_on_from_the_steps_of_others(tmp_path: Path) -> None:
+    said = trained(tmp_path, 3, 2, "2@2:freeze:7")
+    assert len(said) == 3
+    assert {each["rank"]: max(each["jumps"]) for each in said}[2] >= 5
 
 
 def test_all_wait_for_the_rank_that_keeps_the_weights(tmp_path: Path) -> None:

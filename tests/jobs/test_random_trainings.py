@@ -14,4 +14,4 @@ def test_random_trainings_in_torch(ranks: int, node_size: str, tmp_path: Path) -
 
     The ways share a job, as its libraries take longer to import than the steps.
     """
-    assert run(TORCH, ranks, node_size, steps=15, seed=5, folder=tmp_path)
+    assert run(TORCH, ranks, node_size, steps=10, seed=5, folder=tmp_path)

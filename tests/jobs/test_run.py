@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
-import signal
-import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
-from functools import partial
+from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import click
 import launching
 import pytest
-from launching import LIMIT_S, RINGREDUCE, Job, job_environment, needs
+from launching import RINGREDUCE, Job, needs
 
 from ringreduce.cli import main
 from ringreduce.common.errors import ConfigError
@@ -253,96 +248,6 @@ def test_mpirun_may_look_for_the_program_elsewhere(tmp_path: Path) -> None:
         ["-x", f"PATH={program.parent}:/bin", "program"],
     ):
         assert run("run", "-n", 2, *options, cwd=tmp_path).well().stdout == "here\nhere\n"
-
-
-@contextmanager
-def started(
-    folder: Path, program: str, *options: str, prepare: Callable[[], object] = lambda: None
-) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start a job of two ranks; once a rank runs, yield it, and a file that ends when no rank runs any more."""
-    ready = folder / "ready"
-    os.mkfifo(ready)
-    reader = os.open(ready, os.O_RDONLY | os.O_NONBLOCK)  # or this would wait for a job that does not come
-    program = f"ready = open({str(ready)!r}, 'w'); ready.write('x'); ready.flush(); {program}"
-    command = [RINGREDUCE, "run", "-n", "2", *options, sys.executable, "-c", program]
-    with (
-        job_environment() as environment,
-        subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=environment,
-            preexec_fn=lambda: (signal.signal(signal.SIGINT, signal.default_int_handler), prepare()),
-        ) as job,
-    ):
-        try:
-            assert select.select([reader], [], [], LIMIT_S)[0]
-            yield job, reader
-        finally:
-            os.close(reader)
-            with suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("number", "to_all", "status", "words"),
-    [
-        (signal.SIGINT, False, 130, "ringreduce: interrupted; ending all ranks\n"),
-        (signal.SIGINT, True, 130, "ringreduce: interrupted; ending all ranks\n"),  # as from a terminal
-        (signal.SIGTERM, False, 143, "ringreduce: ended by SIGTERM; all ranks have ended\n"),
-        (signal.SIGHUP, False, 129, "ringreduce: ended by SIGHUP; all ranks have ended\n"),
-        (signal.SIGHUP, True, 129, "ringreduce: ended by SIGHUP; all ranks have ended\n"),  # as the shell is closed
-    ],
-)
-def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, to_all: bool, status: int, words: str) -> None:
-    """And the launcher says so, also where mpirun does not get it."""
-    with started(tmp_path, "import time; time.sleep(100)") as (job, _):
-        (os.killpg if to_all else os.kill)(job.pid, number)
-        said = job.communicate(timeout=LIMIT_S)[1]
-    assert job.returncode == status
-    assert words in said
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-@pytest.mark.parametrize("options", [(), ("--elastic", "--max-restarts", "3")], ids=["", "elastic"])
-def test_ranks_end_with_a_launcher_that_is_killed(
-    tmp_path: Path, number: signal.Signals, options: tuple[str, ...]
-) -> None:
-    """Whatever they do, and however often they may be started again."""
-    with started(tmp_path, "import time; time.sleep(100)", *options) as (job, reader):
-        job.send_signal(number)
-        while select.select([reader], [], [], 30.0)[0]:
-            if not os.read(reader, 100):
-                return
-    pytest.fail("ranks run 30 s after the end of their launcher")
-
-
-def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
-    """As under nohup: mpirun alone would end by it."""
-    go = tmp_path / "go"
-    os.mkfifo(go)
-    ignore = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
-    waits = f"import os; os.environ['OMPI_COMM_WORLD_RANK'] == '0' and open({str(go)!r}).read()"
-    with started(tmp_path, waits, prepare=ignore) as (job, _):
-        os.killpg(job.pid, signal.SIGHUP)
-        go.write_text("x")
-        said = job.communicate(timeout=LIMIT_S)[1]
-    assert job.returncode == 0, said
-
-
-def test_a_job_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
-    """As after the end of a terminal whose shell has disowned it."""
-    go = tmp_path / "go"
-    os.mkfifo(go)
-    program = (
-        f"import os, sys; os.environ['OMPI_COMM_WORLD_RANK'] == '0' and sys.stderr.write(open({str(go)!r}).read())"
-    )
-    with started(tmp_path, program) as (job, _):
-        assert job.stderr is not None
-        job.stderr.close()
-        go.write_text("x" * 1000)
-        assert job.wait(timeout=LIMIT_S) == 0
 
 
 def test_each_rank_has_a_file(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import launching
@@ -65,12 +66,23 @@ while True:
     signal.pause()
 """
 STAYS_AND_SAYS_SO = STAYS.replace("None)", "print('asked', flush=True, file=open(folder / 'ready', 'w')))")
+WAITS = "holds = is_ready(); time.sleep(100)"
+READS_FIRST = """
+holds = is_ready()
+if rank == "0":
+    sys.stderr.write(open(folder / "first").read())
+"""
 READS = "import os, sys; text = sys.stdin.read(); print(os.environ['OMPI_COMM_WORLD_RANK'], len(text))"
 
 
 @contextmanager
 def started(
-    folder: Path, program: str, *arguments: str, options: tuple[str, ...] = (), command: str = "ringreduce run"
+    folder: Path,
+    program: str,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    command: str = "ringreduce run",
+    prepare: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start a job of two ranks; once both are ready, yield it, and a file that ends when none of its processes runs."""
     for name in ("ready", "lives", "first"):
@@ -89,6 +101,7 @@ def started(
             text=True,
             start_new_session=True,
             env=environment,
+            preexec_fn=lambda: (signal.signal(signal.SIGINT, signal.default_int_handler), prepare()),
         ) as job,
     ):
         try:
@@ -139,21 +152,25 @@ def test_sigusr1_makes_ranks_write_their_calls(tmp_path: Path, command: str, opt
     assert {each.name for each in (tmp_path / "dumps").iterdir()} == {"rank-0.json", "rank-1.json"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 @pytest.mark.parametrize("options", [(), ("--elastic",)], ids=["", "elastic"])
-def test_signals_of_users_reach_the_handlers_of_ranks(
-    tmp_path: Path, number: signal.Signals, options: tuple[str, ...]
-) -> None:
+def test_signals_of_users_reach_the_handlers_of_ranks(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Of any program."""
-    program = (
-        f"signal.signal({int(number)}, lambda *_: (print('rank', rank, 'heard it', flush=True), os._exit(0)))\n"
-        "holds = is_ready()\nwhile True: signal.pause()"
-    )
+    program = """
+signal.signal(signal.SIGUSR1, lambda *_: print("rank", rank, "heard the first", flush=True))
+signal.signal(signal.SIGUSR2, lambda *_: (print("rank", rank, "heard the second", flush=True), os._exit(0)))
+holds = is_ready()
+while True:
+    signal.pause()
+"""
     with started(tmp_path, program, options=options) as (job, _):
-        job.send_signal(number)
-        said, errors = job.communicate(timeout=LIMIT_S)
+        assert job.stdout is not None
+        job.send_signal(signal.SIGUSR1)
+        said = [job.stdout.readline() for _ in range(2)]
+        job.send_signal(signal.SIGUSR2)
+        more, errors = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, errors
-    assert sorted(said.splitlines()) == ["rank 0 heard it", "rank 1 heard it"]
+    assert sorted(said) == ["rank 0 heard the first\n", "rank 1 heard the first\n"]
+    assert sorted(more.splitlines()) == ["rank 0 heard the second", "rank 1 heard the second"]
 
 
 @pytest.mark.parametrize("how", ["alone", "exits", "dies"])
@@ -244,6 +261,55 @@ def test_a_second_signal_does_not_wait(tmp_path: Path, second: signal.Signals) -
         errors = job.communicate(timeout=LIMIT_S)[1]
         assert_nothing_is_left(lives)
     assert job.returncode in (128 + second, 143), errors
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "status", "words"),
+    [
+        (signal.SIGINT, False, 130, "ringreduce: interrupted; ending all ranks\n"),
+        (signal.SIGINT, True, 130, "ringreduce: interrupted; ending all ranks\n"),  # as from a terminal
+        (signal.SIGTERM, False, 143, "ringreduce: ended by SIGTERM; all ranks have ended\n"),
+        (signal.SIGHUP, False, 129, "ringreduce: ended by SIGHUP; all ranks have ended\n"),
+        (signal.SIGHUP, True, 129, "ringreduce: ended by SIGHUP; all ranks have ended\n"),  # as the shell is closed
+    ],
+)
+def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, to_all: bool, status: int, words: str) -> None:
+    """And the launcher says so, also where mpirun does not get it."""
+    with started(tmp_path, WAITS) as (job, _):
+        (os.killpg if to_all else os.kill)(job.pid, number)
+        errors = job.communicate(timeout=LIMIT_S)[1]
+    assert job.returncode == status
+    assert words in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("options", [(), ("--elastic", "--max-restarts", "3")], ids=["", "elastic"])
+def test_ranks_end_with_a_launcher_that_is_killed(
+    tmp_path: Path, number: signal.Signals, options: tuple[str, ...]
+) -> None:
+    """Whatever they do, and however often they may be started again."""
+    with started(tmp_path, WAITS, options=options) as (job, lives):
+        job.send_signal(number)
+        assert_nothing_is_left(lives)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As under nohup: mpirun alone would end by it."""
+    ignore = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    with started(tmp_path, READS_FIRST, prepare=ignore) as (job, _):
+        os.killpg(job.pid, signal.SIGHUP)
+        (tmp_path / "first").write_text("x")
+        errors = job.communicate(timeout=LIMIT_S)[1]
+    assert job.returncode == 0, errors
+
+
+def test_a_job_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    """As after the end of a terminal whose shell has disowned it."""
+    with started(tmp_path, READS_FIRST) as (job, _):
+        assert job.stderr is not None
+        job.stderr.close()
+        (tmp_path / "first").write_text("x" * 1000)
+        assert job.wait(timeout=LIMIT_S) == 0
 
 
 def read(text: str, *arguments: object, command: str = "ringreduce run") -> Job:

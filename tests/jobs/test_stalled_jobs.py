@@ -50,10 +50,9 @@ def test_a_job_that_stalls_is_started_again(tmp_path: Path) -> None:
     assert job.stdout.splitlines() == ["done"] * 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_that_is_told_stalls_nothing(tmp_path: Path, ranks: int) -> None:
+def test_an_evaluation_that_is_told_stalls_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM.format(what=EVALUATES), encoding="utf-8")
-    job = run(RINGREDUCE, "run", "-np", ranks, "--watchdog", 4, "--watchdog-action", "end", script, cwd=tmp_path).well()
-    assert job.stdout.splitlines() == ["done"] * ranks
+    job = run(RINGREDUCE, "run", "-np", 2, "--watchdog", 4, "--watchdog-action", "end", script, cwd=tmp_path).well()
+    assert job.stdout.splitlines() == ["done"] * 2
     assert "no rank has made a step" not in job.stderr

@@ -8,16 +8,18 @@ from random_stops import die, stop
 
 needs("torch")
 
+SEEDS = range(273, 289)  # draw each kind of loader
+
 
 @pytest.mark.parametrize(
-    ("ranks", "first"),
-    [((2, 2), 101), ((4, 2), 201), pytest.param((2, 4), 301, marks=pytest.mark.thorough)],
+    "ranks",
+    [(2, 2), (4, 2), pytest.param((2, 4), marks=pytest.mark.thorough)],
     ids=["2 to 2", "4 to 2", "2 to 4"],
 )
-def test_each_sample_comes_once_in_the_order_of_before(ranks: tuple[int, int], first: int) -> None:
+def test_each_sample_comes_once_in_the_order_of_before(ranks: tuple[int, int]) -> None:
     """After a checkpoint, and a commit on disk; loaders that cannot go on among other ranks are refused."""
-    came = stop(ranks, range(first, first + 24))
-    assert came["right"] + came["right elsewhere"] + came["refused"] == 24
+    came = stop(ranks, SEEDS)
+    assert came["right"] + came["right elsewhere"] + came["refused"] == len(SEEDS)
     assert (came["refused"] > 0) == (ranks[0] != ranks[1])
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import launching
 import pytest
-from launching import Job, needs
+from launching import RINGREDUCE, Job, needs
 
 needs("tensorflow", "keras")
 
@@ -35,13 +34,10 @@ one = np.ones((1, 1), "float32")
 on_each_backend = pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 
 
-def elastic(program: Path, source: str, **environment: str) -> Job:
+def elastic(source: str, **environment: str) -> Job:
     """Run a program on three ranks, in a job that survives the death of one."""
-    program.write_text(source)
-    options = ["-x", "RINGREDUCE_TIMEOUT=10", sys.executable, program]
-    return launching.run(
-        sys.executable, "-m", "ringreduce", "run", "--elastic", "-np", 3, *options, limit_s=90, **environment
-    )
+    words = ("-x", "RINGREDUCE_TIMEOUT=10", sys.executable, "-c", source)
+    return launching.run(RINGREDUCE, "run", "--elastic", "-np", 3, *words, limit_s=90, **environment)
 
 
 DYING_STEP = """
@@ -67,10 +63,9 @@ print(hvd.size(), float(weights[0]))
 """
 
 
-def test_training_goes_on_when_a_rank_dies_in_a_step(tmp_path: Path) -> None:
+def test_training_goes_on_when_a_rank_dies_in_a_step() -> None:
     """Two steps of three ranks and three of two, each of which takes half of the number of ranks."""
-    done = elastic(tmp_path / "train.py", TENSORFLOW + DYING_STEP)
-    assert done.returncode == 0, done.stderr
+    done = elastic(TENSORFLOW + DYING_STEP).well()
     assert done.stdout.splitlines() == ["2 -6.0"] * 2
 
 
@@ -97,10 +92,9 @@ print(hvd.size(), state.epoch, float(model.get_weights()[0].item()))
 
 
 @on_each_backend
-def test_fit_goes_on_when_a_rank_dies(tmp_path: Path, backend: str) -> None:
+def test_fit_goes_on_when_a_rank_dies(backend: str) -> None:
     """The epochs that are committed are not trained again, on any backend."""
-    done = elastic(tmp_path / "train.py", KERAS + DYING_FIT, KERAS_BACKEND=backend)
-    assert done.returncode == 0, done.stderr
+    done = elastic(KERAS + DYING_FIT, KERAS_BACKEND=backend).well()
     assert done.stdout.splitlines() == ["2 5 -6.0"] * 2
 
 

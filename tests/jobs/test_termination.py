@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import LIMIT_S, RINGREDUCE, run
+from launching import LIMIT_S, RINGREDUCE, run, run_job, run_program
 
 #: What a rank does that has started MPI, and does not come.
 RECEIVES = "from mpi4py import MPI; MPI.COMM_WORLD.recv(source=1)"
@@ -29,11 +29,9 @@ RECEIVES = "from mpi4py import MPI; MPI.COMM_WORLD.recv(source=1)"
     ],
     ids=["in init", "in a world of its own"],
 )
-def test_an_exception_ends_the_job_wherever_the_others_wait(run_job, program: str, who: str):
+def test_an_exception_ends_the_job_wherever_the_others_wait(program: str, who: str):
     """Half-way through init, or in ways of their own."""
-    job = run_job(
-        2,
-        source=f"""
+    job = run_program(f"""
         from mpi4py import MPI
         import ringreduce as rr
         from ringreduce.runtime import process_sets
@@ -41,14 +39,13 @@ def test_an_exception_ends_the_job_wherever_the_others_wait(run_job, program: st
             raise ValueError("the reason")
         rank = MPI.COMM_WORLD.rank
         {program}
-        """,
-    )
+    """)
     assert job.returncode == 1, job.stderr
     assert "ValueError: the reason" in job.stderr
     assert f"{who} failed" in job.stderr
 
 
-def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
+def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory():
     """With a container for each rank, pids and descriptors can be equal: no rank takes its own memory for a peer's."""
     namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
@@ -61,9 +58,8 @@ def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
         assert len(rr.world().topology.nodes) == 2
         rr.shutdown()
     """
-    job = run_job(
-        2,
-        source=f"""
+    job = run_program(
+        f"""
         import os, sys
         command = {namespace!r} + [sys.executable, "-c", {program!r}]
         os.execvp(command[0], command)
@@ -73,49 +69,44 @@ def test_ranks_in_pid_namespaces_of_their_own_do_not_share_memory(run_job):
     assert "ranks of its machine run in separate pid namespaces" in job.stderr
 
 
-def test_ending_without_shutdown_is_clean(run_job):
+def test_ending_without_shutdown_is_clean():
     """A script that never calls shutdown ends with exit code 0 and writes nothing."""
-    job = run_job(2, source="import ringreduce as rr; rr.init(); rr.barrier()")
+    job = run_program("import ringreduce as rr; rr.init(); rr.barrier()")
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [
-        ("sys.exit(3)", 3, "rank 1 of 3 exits with code 3; ending the job"),
-        ("sys.exit('no\\ndata')", 1, "rank 1 of 3 exits with code 1: no data; ending the job"),
-        ("raise KeyboardInterrupt", 130, "rank 1 of 3 was interrupted; ending the job"),
-        ("os.kill(os.getpid(), signal.SIGINT)", 130, "rank 1 of 3 was interrupted; ending the job"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "ringreduce: rank 1 of 3 was ended by SIGTERM"),
+        ("sys.exit(3)", 3, "rank 1 of 2 exits with code 3; ending the job"),
+        ("sys.exit('no\\ndata')", 1, "rank 1 of 2 exits with code 1: no data; ending the job"),
+        ("raise KeyboardInterrupt", 130, "rank 1 of 2 was interrupted; ending the job"),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "rank 1 of 2 was interrupted; ending the job"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "ringreduce: rank 1 of 2 was ended by SIGTERM"),
         ("os.kill(os.getppid(), signal.SIGINT); signal.pause()", 1, ""),  # Ctrl-C, which a terminal sends to mpirun
         ("raise ValueError('the reason')", 1, "ValueError: the reason\n"),
         ("raise SystemExit(0)", 1, "PeerLostError: rank 1 is lost: it has shut down"),
     ],
 )
-def test_the_job_ends_as_the_rank_that_ends_it(run_job, ending: str, code: int, said: str):
-    """With that rank's exit code, and its reason among the last lines, while the others wait in a collective."""
-    job = run_job(
-        3,
-        source=f"""
+def test_the_job_ends_as_the_rank_that_ends_it(ending: str, code: int, said: str):
+    """With that rank's exit code, and its reason among the last lines, while the other waits in a collective."""
+    job = run_program(f"""
         import os, signal, sys
         import ringreduce as rr
         rr.init()
         if rr.rank() == 1:
             {ending}
         rr.barrier()
-        """,
-    )
+    """)
     assert job.returncode == code, job.stderr
     assert said in job.stderr
     assert ("Traceback" in job.stderr) == ("Error" in said)
-    assert ("rank 1 of 3 failed; ending the job\n" in job.stderr) == ("raise ValueError" in ending)
+    assert ("rank 1 of 2 failed; ending the job\n" in job.stderr) == ("raise ValueError" in ending)
 
 
-def test_a_mismatch_shows_the_lines_of_the_program(run_job):
+def test_a_mismatch_shows_the_lines_of_the_program():
     """And none inside of the package: what differs is what the ranks called."""
-    job = run_job(
-        2, source="import numpy as np\nimport ringreduce as rr\nrr.init()\nrr.allreduce(np.ones(1 + rr.rank()))"
-    )
+    job = run_program("import numpy as np\nimport ringreduce as rr\nrr.init()\nrr.allreduce(np.ones(1 + rr.rank()))")
     assert job.returncode == 1
     assert "rank 1: allreduce(sum, shape 2" in job.stderr
     assert {line for line in job.stderr.splitlines() if "File " in line} == {'  File "<string>", line 4, in <module>'}
@@ -132,7 +123,7 @@ def test_a_mismatch_shows_the_lines_of_the_program(run_job):
         ("sys.exit([1, 2])", 1),
     ],
 )
-def test_an_exit_ends_the_job_whatever_it_passes_through(run_job, tmp_path: Path, ending: str, code: int):
+def test_an_exit_ends_the_job_whatever_it_passes_through(tmp_path: Path, ending: str, code: int):
     """With what the system gets to see of its code."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -145,11 +136,9 @@ def test_an_exit_ends_the_job_whatever_it_passes_through(run_job, tmp_path: Path
     assert f"rank 1 of 2 exits with code {code}; ending the job" in job.stderr
 
 
-def test_an_exit_is_what_it_is_elsewhere(run_job):
+def test_an_exit_is_what_it_is_elsewhere():
     """Its type and code are plain, it can be copied and pickled, and in a thread it ends that."""
-    job = run_job(
-        2,
-        source="""
+    job = run_program("""
         import copy, pickle, sys, threading
         import ringreduce as rr
         rr.init()
@@ -168,8 +157,7 @@ def test_an_exit_is_what_it_is_elsewhere(run_job):
         thread.join()
         rr.barrier()
         sys.exit(256)  # 0, for the system
-        """,
-    )
+    """)
     assert (job.returncode, job.stderr) == (0, "")
 
 
@@ -182,11 +170,9 @@ def test_an_exit_is_what_it_is_elsewhere(run_job):
         "rr.runtime._process.termination._except_hook = lambda *_: 1 / 0",
     ],
 )
-def test_an_exception_ends_the_job_whatever_becomes_of_what_is_said(run_job, before: str):
+def test_an_exception_ends_the_job_whatever_becomes_of_what_is_said(before: str):
     """Also where nothing can be written any more, and where a hook of the program's own has taken the place of ours."""
-    job = run_job(
-        2,
-        source=f"""
+    job = run_program(f"""
         import sys
         import ringreduce as rr
         import ringreduce.runtime
@@ -195,16 +181,13 @@ def test_an_exception_ends_the_job_whatever_becomes_of_what_is_said(run_job, bef
             {before}
             raise ValueError("the reason")
         rr.barrier()
-        """,
-    )
+    """)
     assert job.returncode == 1, job.stderr
 
 
-def test_an_exception_that_ends_nothing_does_not_end_the_job(run_job):
+def test_an_exception_that_ends_nothing_does_not_end_the_job():
     """Interactive consoles show exceptions by the hook, and so do programs."""
-    job = run_job(
-        2,
-        source="""
+    job = run_program("""
         import code, io, sys
         import ringreduce as rr
         rr.init()
@@ -215,16 +198,14 @@ def test_an_exception_that_ends_nothing_does_not_end_the_job(run_job):
         except ValueError:
             sys.excepthook(*sys.exc_info())
         rr.barrier()
-        """,
-    ).well()
+    """).well()
     assert job.stderr.count("ValueError: in a console") == job.stderr.count("ValueError: shown") == 2
 
 
-def test_ranks_that_waited_in_vain_may_try_again(run_job):
+def test_ranks_that_waited_in_vain_may_try_again():
     """Once all are there, `init` succeeds, however often it has failed before."""
-    run_job(
-        3,
-        source="""
+    run_program(
+        """
         from mpi4py import MPI
         import numpy as np
         import ringreduce as rr
@@ -243,16 +224,16 @@ def test_ranks_that_waited_in_vain_may_try_again(run_job):
         assert comm.rank == 1 or failed >= 1
         assert rr.allreduce(np.ones(3)).tolist() == [3.0] * 3
         """,
+        ranks=3,
         RINGREDUCE_TIMEOUT="2",
     ).well()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_world_is_made_whole_or_not_at_all(run_job, tmp_path: Path, ranks: int):
+def test_a_world_is_made_whole_or_not_at_all(tmp_path: Path, ranks: int):
     """A timeline that one rank cannot begin, or sets that are none: an error on all ranks, and all can try again."""
-    run_job(
-        ranks,
-        source=f"""
+    run_program(
+        f"""
         import os, threading
         import numpy as np
         from mpi4py import MPI
@@ -280,6 +261,7 @@ def test_a_world_is_made_whole_or_not_at_all(run_job, tmp_path: Path, ranks: int
         rr.init()
         assert rr.allreduce(np.ones(2)).tolist() == [size] * 2
         """,
+        ranks=ranks,
     ).well()
 
 
@@ -337,11 +319,10 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, environment: dict[str, st
     ],
     ids=["small", "large", "receive", "receive from any", "send", "small sends", "an operation", "join"],
 )
-def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, imports: str, waiting: str):
+def test_survivors_name_the_rank_that_died(tmp_path: Path, imports: str, waiting: str):
     """All of them, and not one another, although they end one after the other."""
-    job = run_job(
-        3,
-        source=f"""
+    job = run_program(
+        f"""
         import os, signal
         import numpy as np
         import ringreduce as rr
@@ -359,6 +340,7 @@ def test_survivors_name_the_rank_that_died(run_job, tmp_path: Path, imports: str
             os.symlink(str(error.rank), "{tmp_path}/" + str(rr.rank()))
             raise
         """,
+        ranks=3,
     )
     assert job.returncode != 0
     named = {path.name: os.readlink(path) for path in tmp_path.iterdir()}
@@ -437,12 +419,11 @@ print("goes on")
     ],
     ids=["without MPI", "with MPI", "part"],
 )
-def test_ranks_do_not_wait_in_init_without_limit(run_job, absent: str, present: str, said: str):
+def test_ranks_do_not_wait_in_init_without_limit(absent: str, present: str, said: str):
     """For one that has not started MPI, nor for one that never calls it; the error names that one, and the job ends."""
     others = "12" if "comm" in present else "1"
-    job = run_job(
-        3,
-        source=f"""
+    job = run_program(
+        f"""
         import os, sys
         if os.environ["OMPI_COMM_WORLD_RANK"] in {others!r}:
             os.dup2(os.pipe()[0], 0)
@@ -450,34 +431,30 @@ def test_ranks_do_not_wait_in_init_without_limit(run_job, absent: str, present: 
         import ringreduce as rr
         {present}
         """,
+        ranks=3,
         RINGREDUCE_TIMEOUT="2",
     )
     assert job.returncode not in (0, 124)
     assert said in job.stderr
 
 
-def test_ranks_of_different_versions_do_not_start(run_job):
+def test_ranks_of_different_versions_do_not_start():
     """They may not understand each other; all are told, with the hosts."""
-    job = run_job(
-        2,
-        source="""
+    job = run_program("""
         from mpi4py import MPI
         from ringreduce import runtime
         from ringreduce.runtime import bootstrap
         if MPI.COMM_WORLD.rank == 1:
             bootstrap.VERSION = "0.0.1"
         runtime.init()
-        """,
-    )
+    """)
     assert job.returncode != 0
     assert re.search(r"rank 0: ringreduce \S+ on \S+\n  rank 1: ringreduce 0.0.1 on \S+\n", job.stderr)
 
 
-def test_what_was_chosen_is_logged_by_one_rank(run_job):
+def test_what_was_chosen_is_logged_by_one_rank():
     """At the level of information: versions, ranks, launcher, what connects them, the tuning table, the settings."""
-    job = run_job(
-        2, source="import ringreduce as rr; rr.init()", RINGREDUCE_LOG_LEVEL="info", RINGREDUCE_BUCKET="1M"
-    ).well()
+    job = run_program("import ringreduce as rr; rr.init()", RINGREDUCE_LOG_LEVEL="info", RINGREDUCE_BUCKET="1M").well()
     lines = job.stderr.splitlines()
     assert all(line.startswith("ringreduce: rank 0: ") for line in lines), lines
     for said in ("Python", "2 ranks on 1 node, started by Open MPI's mpirun", "shared memory", "bucket_nbytes=1048576"):

@@ -7,13 +7,12 @@ import os
 import socket
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
-from launching import PROGRAMS, Job, needs
+from launching import PROGRAMS, Job, needs, run_program
 
 needs("torch")
 
@@ -29,6 +28,10 @@ PROGRAM = """
     print("sum", tensor[0].item())
 """
 WORDLESS = PROGRAM.replace('"ringreduce"', "")
+IMPORTS = """
+    import sys, torch
+    print(hasattr(torch.distributed.Backend, "RINGREDUCE"), *{"ringreduce", "mpi4py"} & set(sys.modules))
+"""
 #: Variables of torch's own launcher that name what is not there.
 WRONG = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "RANK": "5", "WORLD_SIZE": "7"}
 FROM_VARIABLES = """
@@ -102,7 +105,8 @@ def together(found: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         port = str(free.getsockname()[1])
     plain = {"before": "", "after": ""}
     sources = {
-        "one word": (PROGRAM.format(**plain), []),  # the first: nothing of ours is imported yet
+        "imports": (IMPORTS, []),
+        "one word": (PROGRAM.format(**plain), []),  # nothing of ours is imported yet
         "no word": (WORDLESS.format(**plain), []),
         "wrong": (PROGRAM.format(before=f"import os; os.environ.update({WRONG!r})", after=""), []),
         "variables": (FROM_VARIABLES, [port]),
@@ -119,6 +123,11 @@ def together(found: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         mine = {name: command for name, command in commands.items() if name.endswith("alone") == (ranks == 1)}
         said |= launching.run_together(ranks, folder, mine, **found)
     return {name: text.splitlines() for name, text in said.items()}
+
+
+def test_importing_torch_loads_nothing_of_ours(together: dict[str, list[str]]):
+    """The entry point registers the backend, and imports neither the package nor MPI."""
+    assert together["imports"] == ["True"] * 2
 
 
 def test_a_program_needs_one_word(together: dict[str, list[str]]):
@@ -160,38 +169,26 @@ def test_a_checkpoint_of_torch_is_loaded_by_a_smaller_job(together: dict[str, li
 # ---- ends of jobs ----
 
 
-def test_a_job_that_is_killed_leaves_no_files(run_job: Callable, found: dict[str, str], tmp_path: Path):
+def test_a_job_that_is_killed_leaves_no_files(found: dict[str, str], tmp_path: Path):
     """Rank 0, which has made the file that all share, cannot remove it then; mpirun does."""
     room = tmp_path / "room"
     room.mkdir()
     after = "dist.barrier(); dist.get_rank() == 0 and os.kill(os.getpid(), 9); dist.barrier()"
-    job = run_job(2, source=PROGRAM.format(before="import os", after=after), TMPDIR=str(room), **found)
+    job = run_program(PROGRAM.format(before="import os", after=after), TMPDIR=str(room), **found)
     assert job.returncode != 0
     assert [each for each in room.rglob("*") if each.is_file()] == []
 
 
-def test_an_uncaught_exception_ends_the_job(run_job: Callable, found: dict[str, str]):
+def test_an_uncaught_exception_ends_the_job(found: dict[str, str]):
     """Its traceback is seen, although torch puts a hook of its own before ours, and no rank waits for that one."""
     after = 'assert dist.get_rank() != 1, "unhappy"; dist.barrier()'
-    job = run_job(2, source=PROGRAM.format(before="", after=after), **found)
+    job = run_program(PROGRAM.format(before="", after=after), **found)
     assert job.returncode != 0
     assert "AssertionError: unhappy" in job.stderr
     assert "sum" not in job.stdout
 
 
 # ---- programs of one process ----
-
-
-def test_importing_torch_loads_nothing_of_ours(found: dict[str, str]):
-    """The entry point registers the backend, and imports neither the package nor MPI."""
-    run(
-        """
-        import sys, torch
-        assert hasattr(torch.distributed.Backend, "RINGREDUCE")
-        assert not {"ringreduce", "mpi4py"} & set(sys.modules)
-        """,
-        **found,
-    ).well()
 
 
 def test_without_the_entry_point(found: dict[str, str]):
@@ -247,9 +244,7 @@ def test_launchers_are_known_or_told_what_works(starts: dict[str, list[Any]], na
 
 def test_the_folder_of_the_store_stays_until_the_world_ends() -> None:
     """Rank 0 removed it as it ended, while torch's store of another rank looked into it, and waited for minutes."""
-    done = launching.run_job(
-        2,
-        source="""
+    done = run_program("""
         import atexit
         from pathlib import Path
         import torch.distributed as dist
@@ -264,6 +259,5 @@ def test_the_folder_of_the_store_stays_until_the_world_ends() -> None:
             atexit.register(look)  # called before the world ends, and after all that is registered later
         dist.init_process_group("ringreduce")
         dist.destroy_process_group()
-        """,
-    ).well()
+    """).well()
     assert done.stdout.split() == ["there:", "True"]

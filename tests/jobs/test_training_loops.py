@@ -13,6 +13,20 @@ needs("lightning", "transformers")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+MADE_FIRST = """
+import os, warnings
+os.environ["ACCELERATE_USE_CPU"] = "0"
+import torch.distributed as dist
+from accelerate import Accelerator
+made = Accelerator()
+assert made.num_processes == 1
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    dist.init_process_group("ringreduce")
+print(any("call init_process_group before Accelerator()" in str(each.message) for each in said))
+"""
+
+
 @pytest.fixture(scope="module")
 def lightning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """A folder, and what programs that use Lightning say; they share a job, as it takes seconds to import."""
@@ -30,7 +44,9 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
         "test": [str(PROGRAMS / "hugging_face.py"), str(folder)],
         "accelerate": [str(EXAMPLES / "accelerate_digits.py"), "--epochs", "1", "--folder", str(folder)],
         "transformers": [str(EXAMPLES / "hf_trainer.py"), "--steps", "60", "--folder", str(folder)],
+        "made first": [str(folder / "made_first.py")],
     }
+    (folder / "made_first.py").write_text(MADE_FIRST)
     return folder, run_together(2, folder, scripts)
 
 
@@ -75,22 +91,6 @@ def test_transformers_example(hugging_face: tuple[Path, dict[str, str]]):
     assert (folder / "checkpoint-60" / "model.safetensors").exists()
 
 
-def test_accelerate_that_was_made_first_is_warned_of(run_job) -> None:
+def test_accelerate_that_was_made_first_is_warned_of(hugging_face: tuple[Path, dict[str, str]]) -> None:
     """Each of its processes has taken itself for the only one."""
-    needs("accelerate")
-    run_job(
-        2,
-        source="""
-        import os, warnings
-        os.environ["ACCELERATE_USE_CPU"] = "0"
-        import torch.distributed as dist
-        from accelerate import Accelerator
-        made = Accelerator()
-        assert made.num_processes == 1
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            dist.init_process_group("ringreduce")
-        assert any("call init_process_group before Accelerator()" in str(each.message) for each in said), said
-        dist.destroy_process_group()
-        """,
-    ).well()
+    assert hugging_face[1]["made first"] == "True\n" * 2

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+
+from launching import run_job, run_program
 
 #: What makes what stands where a job looks for its table: a pipe, a folder, a file of a terabyte, one that is nested
 #: without end, and a number of 4000 digits.
@@ -18,11 +19,10 @@ REFUSED = [
 ]
 
 
-def test_a_job_goes_on_without_a_table_that_is_refused(run_job: Callable[..., Any], tmp_path: Any):
+def test_a_job_goes_on_without_a_table_that_is_refused(tmp_path: Path):
     """Rank 0 says so in one line of the log, nothing waits, and all ranks work."""
-    job = run_job(
-        2,
-        source=f"""
+    job = run_program(
+        f"""
         import os
         from pathlib import Path
         import numpy as np
@@ -48,12 +48,10 @@ def test_a_job_goes_on_without_a_table_that_is_refused(run_job: Callable[..., An
     assert all("going on without a tuning table" in line and len(line) < 600 for line in lines)
 
 
-def test_a_job_without_a_table_works(run_job: Callable[..., Any], tmp_path: Any):
+def test_a_job_without_a_table_works(tmp_path: Path):
     """Whether or not the folder can be looked into, and where the settings leave little to choose."""
     (tmp_path / "tables").mkdir()
-    job = run_job(
-        2,
-        source=f"""
+    job = run_program(f"""
         import os
         import numpy as np
         import ringreduce as rr
@@ -64,12 +62,11 @@ def test_a_job_without_a_table_works(run_job: Callable[..., Any], tmp_path: Any)
                 rr.init()
                 assert rr.allreduce(np.ones(3)).tolist() == [2.0] * 3
                 rr.shutdown()
-        """,
-    ).well()
+    """).well()
     assert job.stderr == ""
 
 
-def test_a_table_is_not_made_beside_other_work(run_job: Callable[..., Any], tmp_path: Any):
+def test_a_table_is_not_made_beside_other_work(tmp_path: Path):
     """Where something else computes, tune writes nothing and says why once; asked to, it writes what explain tells."""
     tune = ("-m", "ringreduce", "tune", "--budget", "3", "--directory", str(tmp_path))
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import launching
-from launching import needs
+from launching import RINGREDUCE, needs
 
 needs("torch")
 
@@ -22,10 +21,8 @@ hvd.allreduce(loss.detach())
 """
 
 
-def test_a_program_that_reduces_no_gradients_is_asked(tmp_path: Path) -> None:
+def test_a_program_that_reduces_no_gradients_is_asked() -> None:
     """In one line of rank 0, at a normal end; tests/parallel/test_usage.py has what else ends without it."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = launching.run(sys.executable, "-m", "ringreduce", "run", "-np", 2, sys.executable, program).well()
+    done = launching.run(RINGREDUCE, "run", "-np", 2, sys.executable, "-c", PROGRAM).well()
     (line,) = [line for line in done.stderr.splitlines() if "no gradients were reduced" in line]
     assert line.startswith("ringreduce: rank 0: warning: 1 optimizer steps were made on this rank")

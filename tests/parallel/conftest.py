@@ -353,6 +353,13 @@ def _in_use() -> Growth:
     return Growth(given_out.nbytes + given_out.mapped_nbytes, sys.getallocatedblocks())
 
 
+@pytest.fixture(params=["eager", "function"])
+def step(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """What calls a function of TensorFlow as it is, or as a `tf.function`."""
+    tf = pytest.importorskip("tensorflow")
+    return (lambda function: function) if request.param == "eager" else tf.function  # type: ignore[no-any-return]
+
+
 @pytest.fixture(params=["eager", "compiled", "on a device"])
 def called(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     """What calls a function as it is, or compiled, here or as for a device, whose arrays are copied to the host."""

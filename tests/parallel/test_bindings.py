@@ -25,13 +25,9 @@ pytest.importorskip("torch")
 from trainees.with_torch import LocalTorch, Torch
 
 
-def named(check: Callable[..., None]) -> str:
-    return check.__name__
-
-
 @pytest.mark.spread("check")
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"reduce_in": "backward"}], ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=named)
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("make", [Toy, Torch, Lists])
 def test_a_binding(make: Make, check: Callable[..., None], options: dict[str, Any]) -> None:
     """Reducing in the step, during the backward pass, or at its end."""
@@ -39,14 +35,14 @@ def test_a_binding(make: Make, check: Callable[..., None], options: dict[str, An
 
 
 @pytest.mark.spread("check")
-@pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
+@pytest.mark.parametrize("check", LATE_CHECKS)
 @pytest.mark.parametrize("make", [Torch, Lists])
 def test_late_averages(nodes_of_one: None, make: Make, check: Callable[[Make], None]) -> None:
     check(make)
 
 
 @pytest.mark.spread("check")
-@pytest.mark.parametrize("check", WEIGHTED_CHECKS, ids=named)
+@pytest.mark.parametrize("check", WEIGHTED_CHECKS)
 @pytest.mark.parametrize("make", [Torch, Lists])
 def test_numbers_of_samples(nodes_of_one: None, make: Make, check: Callable[..., None]) -> None:
     check(make)
@@ -58,7 +54,7 @@ def test_numbers_of_samples_with_other_options(nodes_of_two: None, make: Make, o
     check_samples(make, **options)
 
 
-@pytest.mark.parametrize("check", [*LOCAL_CHECKS, check_warm_up], ids=named)
+@pytest.mark.parametrize("check", [*LOCAL_CHECKS, check_warm_up])
 def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
     check(LocalTorch)
 
@@ -67,7 +63,7 @@ def test_a_warm_up_is_resumed(nodes_of_one: None) -> None:
     check_resumed(partial(LocalTorch, warmup_steps=3))
 
 
-@pytest.mark.parametrize("check", [*NODE_CHECKS, check_warm_up], ids=named)
+@pytest.mark.parametrize("check", [*NODE_CHECKS, check_warm_up])
 def test_local_training_of_nodes(nodes_of_two: None, check: Callable[..., None]) -> None:
     check(LocalTorch)
 

@@ -19,10 +19,14 @@ X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
 def trained(steps: int, **options: Any) -> Toy:
     toy = Toy(ZEROS, **options)
     for _ in range(steps):
-        toy.zero_grad()
-        toy.backward(X, Y)
-        toy.step()
+        make_step(toy)
     return toy
+
+
+def make_step(toy: Toy) -> None:
+    toy.zero_grad()
+    toy.backward(X, Y)
+    toy.step()
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"reduce_in": "backward"}], ids=str)
@@ -59,9 +63,7 @@ def test_steps_count_anew_for_all_ranks_when_some_have_joined(checked: None) -> 
     for weight in toy.weights():
         rr.broadcast(weight, rr.size() - 1, out=weight)
     for _ in range(4):
-        toy.zero_grad()
-        toy.backward(X, Y)
-        toy.step()
+        make_step(toy)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -79,9 +81,7 @@ def test_what_is_no_number_names_gradient_and_rank(checked: None, wrong: float) 
     assert isinstance(error, rr.NotFiniteError)
     assert "gradient of matrix holds NaN or infinity on rank 1," in str(error)
     assert all(np.array_equal(*pair) for pair in zip(before, toy.weights(), strict=True))
-    toy.zero_grad()
-    toy.backward(X, Y)
-    toy.step()
+    make_step(toy)
 
 
 @pytest.mark.spread("differ_in")
@@ -111,9 +111,7 @@ def test_a_rank_without_gradients_has_other_data(warned: Any) -> None:
         toy.step()
     other = Toy(ZEROS)
     for _ in range(4 if rr.rank() else 1):
-        other.zero_grad()
-        other.backward(X, Y)
-        other.step()
+        make_step(other)
     join()
     assert not warned("train on the same data")
 

@@ -133,10 +133,8 @@ def test_a_copy_counts_where_a_file_is_damaged(base: Path, caplog: pytest.LogCap
     begin(disk(base), 3, 3)
     assert float(np.random.rand()) == drawn
     heard = "".join(rr.allgather_object(caplog.text))
-    assert [heard.count(f"{disk(base, 0) / common} cannot be used: its sha256"), heard.count(f"/{part} cannot")] == [
-        1,
-        1,
-    ]
+    assert heard.count(f"{disk(base, 0) / common} cannot be used: its sha256") == 1
+    assert heard.count(f"/{part} cannot") == 1
     for rank in range(2):
         on_rank_0(flip, disk(base, rank) / common)
     begin(disk(base), 2, 2)

@@ -46,16 +46,12 @@ from ringreduce.transport.waiting import Waiter
 
 torch = pytest.importorskip("torch")
 from mpi4py import MPI  # noqa: E402
+from torch_models import DTYPES  # noqa: E402
 
 import ringreduce.torch as hvd  # noqa: E402
 
 HUGE = 2**31 + 3
 MEMORY_NBYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-DTYPES = [
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-]  # fmt: skip
 
 
 # ---- dtypes and strides ----

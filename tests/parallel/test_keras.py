@@ -48,15 +48,18 @@ def model_of(seed: int, units: int = 4) -> Any:
 
 
 def trained(
-    optimizer: Any, *, model: Any = None, callbacks: Any = (), epochs: int = 2, steps: int = STEPS, **compiled: Any
+    optimizer: Any,
+    *,
+    wrapped: bool = False,
+    model: Any = None,
+    callbacks: Any = (),
+    epochs: int = 2,
+    steps: int = STEPS,
+    **compiled: Any,
 ) -> Any:
     """Return a model that all ranks have trained together, from the weights of rank 0."""
     model = model_of(100 + RANK) if model is None else model
-    model.compile(
-        hvd.DistributedOptimizer(optimizer) if "own" not in compiled else optimizer,
-        loss="mse",
-        **{name: value for name, value in compiled.items() if name != "own"},
-    )
+    model.compile(optimizer if wrapped else hvd.DistributedOptimizer(optimizer), loss="mse", **compiled)
     x, y = data(steps)
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(mine(x), mine(y), batch_size=ROWS, epochs=epochs, callbacks=[broadcast, *callbacks], **STEADY)
@@ -90,6 +93,11 @@ def assert_equal(model: Any, reference: Any) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
+def assert_trained_as(model: Any, reference: Any) -> None:
+    assert_same_everywhere(model)
+    assert_equal(model, reference)
+
+
 SGD, Adam, Scaled = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: SGD(0.02, momentum=0.9),
@@ -106,22 +114,16 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", [pytest.param("momentum", marks=pytest.mark.smoke), *list(OPTIMIZERS)[1:]])
 def test_ranks_train_as_one_process(kind: str) -> None:
     """With the whole batch; weights and states are equal on all ranks, bit by bit."""
-    model = trained(OPTIMIZERS[kind]())
-    assert_same_everywhere(model)
-    assert_equal(model, alone(OPTIMIZERS[kind]()))
+    assert_trained_as(trained(OPTIMIZERS[kind]()), alone(OPTIMIZERS[kind]()))
 
 
 def test_eager_steps_train_as_one_process() -> None:
-    model = trained(SGD(0.05), run_eagerly=True)
-    assert_same_everywhere(model)
-    assert_equal(model, alone(SGD(0.05)))
+    assert_trained_as(trained(SGD(0.05), run_eagerly=True), alone(SGD(0.05)))
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has steps_per_execution on the other backends only")
 def test_several_steps_per_call_train_as_one_process() -> None:
-    model = trained(SGD(0.05), steps_per_execution=4)
-    assert_same_everywhere(model)
-    assert_equal(model, alone(SGD(0.05)))
+    assert_trained_as(trained(SGD(0.05), steps_per_execution=4), alone(SGD(0.05)))
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="graphs are TensorFlow's")
@@ -146,9 +148,8 @@ def test_a_step_of_the_programs_own_in_a_graph_trains_as_one_process(passes: int
 
 def test_a_loss_scale_that_is_put_around_later_sees_reduced_gradients() -> None:
     """As `Model.compile` does under mixed precision."""
-    model = trained(Scaled(hvd.DistributedOptimizer(SGD(0.05)), initial_scale=64.0), own=True)
-    assert_same_everywhere(model)
-    assert_equal(model, alone(SGD(0.05)))
+    model = trained(Scaled(hvd.DistributedOptimizer(SGD(0.05)), initial_scale=64.0), wrapped=True)
+    assert_trained_as(model, alone(SGD(0.05)))
 
 
 @pytest.mark.parametrize("outside", [True, False])
@@ -176,11 +177,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(outside: bool) -> None:
 @pytest.mark.parametrize("average", [True, False])
 def test_several_passes_make_a_step(average: bool) -> None:
     """Of the average of their gradients, or of the sum, which is a step of twice the length."""
-    model = model_of(100 + RANK)
     optimizer = hvd.DistributedOptimizer(SGD(0.02), backward_passes_per_step=2, average_aggregated_gradients=average)
-    model = trained(optimizer, model=model, own=True)
-    assert_same_everywhere(model)
-    assert_equal(model, alone(SGD(0.02 if average else 0.04), passes=2))
+    model = trained(optimizer, wrapped=True)
+    assert_trained_as(model, alone(SGD(0.02 if average else 0.04), passes=2))
 
 
 @pytest.mark.parametrize(
@@ -194,9 +193,8 @@ def test_several_passes_make_a_step(average: bool) -> None:
     ids=["sum", "predivide", "compression", "groups"],
 )
 def test_options_of_the_reduction(options: dict[str, Any], rate: float) -> None:
-    model = trained(hvd.DistributedOptimizer(SGD(0.02), **options), own=True)
-    assert_same_everywhere(model)
-    assert_equal(model, alone(SGD(rate)))
+    model = trained(hvd.DistributedOptimizer(SGD(0.02), **options), wrapped=True)
+    assert_trained_as(model, alone(SGD(rate)))
 
 
 def test_embeddings_train_as_one_process() -> None:
@@ -215,8 +213,7 @@ def test_embeddings_train_as_one_process() -> None:
     model.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
     reference.compile(SGD(0.5), loss="mse")
     reference.fit(x, y, batch_size=ROWS * SIZE, **STEADY)
-    assert_same_everywhere(model)
-    assert_equal(model, reference)
+    assert_trained_as(model, reference)
 
 
 EMBEDDED = ["SGD", "RMSprop", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion", "Adafactor"]
@@ -238,8 +235,7 @@ def test_the_same_words_on_all_ranks_make_the_steps_of_one_process(kind: str) ->
         return model
 
     model = words(hvd.DistributedOptimizer)
-    assert_same_everywhere(model)
-    assert_equal(model, words(lambda optimizer: optimizer))
+    assert_trained_as(model, words(lambda optimizer: optimizer))
 
 
 @pytest.mark.parametrize("eagerly", [False, True], ids=["compiled", "eager"])
@@ -534,8 +530,7 @@ def test_a_loaded_model_trains_on(tmp_path: Path) -> None:
     loaded = hvd.load_model(tmp_path / "model.keras", compression=hvd.Compression.none)
     x, y = data()
     loaded.fit(mine(x), mine(y), batch_size=ROWS, **STEADY)
-    assert_same_everywhere(loaded)
-    assert_equal(loaded, alone(Adam(0.01)))
+    assert_trained_as(loaded, alone(Adam(0.01)))
 
 
 class Recorded(keras.callbacks.Callback):

@@ -14,6 +14,7 @@ import pytest
 from mpi4py import MPI
 
 keras = pytest.importorskip("keras")
+from trainees.with_keras import line, product  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.keras as hvd  # noqa: E402
@@ -27,19 +28,7 @@ pytestmark = [
 SGD, Scaled = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
 
 
-def product(true: Any, predicted: Any) -> Any:
-    """A loss whose gradient is the target, for an input of ones."""
-    return keras.ops.mean(true * predicted)
-
-
 keras.saving.register_keras_serializable("tests_of_copies")(product)
-
-
-def line(optimizer: Any) -> Any:
-    """Return a model whose weight moves by the rate and the gradient."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    model.compile(optimizer, loss=product)
-    return model
 
 
 def moved(model: Any, gradient: float = RANK + 1.0, batches: int = 1) -> float:

@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 keras = pytest.importorskip("keras")
+from trainees.with_keras import line, product  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.keras as hvd  # noqa: E402
@@ -19,17 +20,6 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 several = pytest.mark.sizes(2, 3, 4)
 # Of Keras, when it reads variables.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn.t accept a copy:DeprecationWarning")
-
-
-def product(true: Any, predicted: Any) -> Any:
-    """A loss whose gradient is the target, for an input of ones."""
-    return keras.ops.mean(true * predicted)
-
-
-def line(optimizer: Any) -> Any:
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    model.compile(optimizer, loss=product)
-    return model
 
 
 def fit(model: Any, targets: Any, **options: Any) -> Any:

@@ -16,27 +16,23 @@ from trainees.with_keras import Keras, LocalKeras  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 
-def named(check: Callable[..., None]) -> str:
-    return check.__name__
-
-
-@pytest.mark.parametrize("check", LATE_CHECKS, ids=named)
+@pytest.mark.parametrize("check", LATE_CHECKS)
 def test_late_averages(nodes_of_one: None, check: Callable[[Make], None]) -> None:
     check(Keras)
 
 
-@pytest.mark.parametrize("check", WEIGHTED_CHECKS, ids=named)
+@pytest.mark.parametrize("check", WEIGHTED_CHECKS)
 def test_numbers_of_samples(nodes_of_one: None, check: Callable[[Make], None]) -> None:
     if check is check_late_missing_numbers and keras.backend.backend() == "jax":
         pytest.skip("numbers come before the first step, which another test proves")
     check(Keras)
 
 
-@pytest.mark.parametrize("check", LOCAL_CHECKS, ids=named)
+@pytest.mark.parametrize("check", LOCAL_CHECKS)
 def test_local_training(nodes_of_one: None, check: Callable[..., None]) -> None:
     check(LocalKeras)
 
 
-@pytest.mark.parametrize("check", NODE_CHECKS, ids=named)
+@pytest.mark.parametrize("check", NODE_CHECKS)
 def test_local_training_of_nodes(nodes_of_two: None, check: Callable[..., None]) -> None:
     check(LocalKeras)

@@ -44,12 +44,6 @@ def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     return {"eager": lambda function: function, "function": tf.function, "session": in_session}[request.param]
 
 
-@pytest.fixture(params=["eager", "function"])
-def step(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """What calls a function as it is, or as a `tf.function`."""
-    return {"eager": lambda function: function, "function": tf.function}[request.param]
-
-
 # ---- collectives ----
 
 
@@ -773,9 +767,7 @@ class Trainee:
         self.reduction.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "check", [each for each in CHECKS if each is not check_mismatches], ids=lambda each: each.__name__
-)
+@pytest.mark.parametrize("check", [each for each in CHECKS if each is not check_mismatches])
 def test_the_suite_of_bindings(check: Callable[..., None]) -> None:
     check(Trainee)
 

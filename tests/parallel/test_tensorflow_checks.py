@@ -23,12 +23,6 @@ v1 = tf.compat.v1
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(params=["eager", "function"])
-def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """What calls a function as it is, or as a `tf.function`."""
-    return {"eager": lambda function: function, "function": tf.function}[request.param]
-
-
 def train(
     called: Callable[[Any], Any],
     *,
@@ -71,18 +65,18 @@ def train(
 
 @pytest.mark.smoke
 @several
-def test_rank_0_warns_if_the_ranks_begin_with_different_weights(called: Any, warned: Any) -> None:
+def test_rank_0_warns_if_the_ranks_begin_with_different_weights(step: Any, warned: Any) -> None:
     """Once, in the words of TensorFlow; not where programs broadcast after the first step, as Horovod's examples do."""
 
     def broadcast(step: int, dense: Any, table: Any) -> None:
         if step == 0:
             hvd.broadcast_variables([dense, table], root_rank=0)
 
-    train(called, begin=1.0 + RANK, after=broadcast)
-    train(called, begin=1.0 + RANK, local=True)
-    train(called, begin=1.0)
+    train(step, begin=1.0 + RANK, after=broadcast)
+    train(step, begin=1.0 + RANK, local=True)
+    train(step, begin=1.0)
     assert not warned("different weights")
-    train(called, begin=1.0 + RANK)
+    train(step, begin=1.0 + RANK)
     found = warned("begin with different weights (dense:0 for one)")
     assert len(found) == (RANK == 0)
     assert all("broadcast_variables(model.variables, root_rank=0)" in each for each in found)
@@ -114,9 +108,9 @@ def test_weights_in_sessions_are_compared(way: str, warned: Any) -> None:
 
 @several
 @pytest.mark.parametrize("differ_in", [None, 0, 1, 2, 3])
-def test_ranks_that_train_on_the_same_data_are_told(called: Any, differ_in: int | None, warned: Any) -> None:
+def test_ranks_that_train_on_the_same_data_are_told(step: Any, differ_in: int | None, warned: Any) -> None:
     """Rank 0 warns once if all gradients were equal in each of the first three steps, and names what divides data."""
-    train(called, data=lambda step: float(step + (RANK if step == differ_in else 0)))
+    train(step, data=lambda step: float(step + (RANK if step == differ_in else 0)))
     found = warned("train on the same data")
     assert len(found) == (RANK == 0 and differ_in in (None, 3))
     assert all("shard(size(), rank()) of a tf.data.Dataset" in each and "DataLoader" not in each for each in found)
@@ -136,7 +130,7 @@ def test_sparse_gradients_alone_show_whether_data_differ(warned: Any) -> None:
 
 @several
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_rates_that_differ_between_ranks_are_told(called: Any, sparse: bool, warned: Any) -> None:
+def test_rates_that_differ_between_ranks_are_told(step: Any, sparse: bool, warned: Any) -> None:
     """Of optimizers of Keras: rank 0 warns once, in step 2, 4, 8 or so on."""
     for other in (0.5, 0.5 - 0.25 * (RANK == 1)):
         assert not warned("hyper-parameters")
@@ -144,8 +138,8 @@ def test_rates_that_differ_between_ranks_are_told(called: Any, sparse: bool, war
         table = tf.Variable(tf.ones((5, 2)))
         optimizer.build([table])
 
-        @called
-        def step(x: Any, table: Any = table, optimizer: Any = optimizer) -> None:
+        @step
+        def make_step(x: Any, table: Any = table, optimizer: Any = optimizer) -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum((tf.gather(table, [1, 3]) if sparse else table) * x)
             optimizer.apply(tape.gradient(loss, [table]), [table])
@@ -153,7 +147,7 @@ def test_rates_that_differ_between_ranks_are_told(called: Any, sparse: bool, war
         for number in range(9):
             if number == 5:
                 optimizer.learning_rate = other
-            step(tf.constant(float(RANK + number)))
+            make_step(tf.constant(float(RANK + number)))
     found = warned("hyper-parameters")
     assert len(found) == (RANK == 0)
     assert all("learning_rate is 0.5 on rank" in each and "0.25 on rank 1." in each for each in found)
@@ -161,14 +155,14 @@ def test_rates_that_differ_between_ranks_are_told(called: Any, sparse: bool, war
 
 @several
 @pytest.mark.parametrize("number", [0, 1], ids=["dense", "sparse"])
-def test_weights_that_differ_name_the_variable_and_the_rank(checked: None, called: Any, number: int) -> None:
+def test_weights_that_differ_name_the_variable_and_the_rank(checked: None, step: Any, number: int) -> None:
     """RINGREDUCE_CHECK=2: an error on all ranks before the fifth step, as weights are different by then."""
 
     def after(step: int, *variables: Any) -> None:
         if step == 3 and RANK == SIZE - 1:
             variables[number][1, 0].assign(7.0)
 
-    error = caught(lambda: train(called, after=after, steps=6))
+    error = caught(lambda: train(step, after=after, steps=6))
     assert isinstance(error, rr.MismatchError)
     assert "before step 4" in str(error)
     assert f"the values of {('dense', 'table')[number]}:0 have the checksum" in str(error)
@@ -177,26 +171,26 @@ def test_weights_that_differ_name_the_variable_and_the_rank(checked: None, calle
 
 
 @several
-def test_local_variables_may_differ(checked: None, called: Any) -> None:
+def test_local_variables_may_differ(checked: None, step: Any) -> None:
     """What a rank has of its own is not compared."""
-    dense, _ = train(called, begin=1.0 + RANK, local=True)
+    dense, _ = train(step, begin=1.0 + RANK, local=True)
     everyone = rr.allgather(dense.numpy()[None])
     assert (everyone[0] != everyone[-1]).all()
 
 
 @pytest.mark.smoke
 @several
-def test_what_is_no_number_names_gradient_and_rank(checked: None, called: Any) -> None:
+def test_what_is_no_number_names_gradient_and_rank(checked: None, step: Any) -> None:
     """RINGREDUCE_CHECK_FINITE=1: an error on all ranks before it is reduced, also where it is sparse."""
     for local, name in ((False, "dense:0"), (True, "table:0")):
-        error = caught(lambda: train(called, data=lambda step: np.nan if RANK else 1.0, local=local))  # noqa: B023
+        error = caught(lambda: train(step, data=lambda step: np.nan if RANK else 1.0, local=local))  # noqa: B023
         assert isinstance(error, rr.NotFiniteError)
         assert f"gradient of {name} holds NaN or infinity on rank" in str(error)
 
 
-def test_steps_are_counted_for_top(called: Any) -> None:
+def test_steps_are_counted_for_top(step: Any) -> None:
     """Each reduction of gradients is a step, whatever the number of ranks."""
     recorder = PROCESS.rank_here().observer.recorder
     before = recorder.steps
-    train(called, steps=7)
+    train(step, steps=7)
     assert recorder.steps - before == 7

@@ -21,12 +21,6 @@ COUNTS = [1 + 2 * rank for rank in range(SIZE)]
 SGD = tf.keras.optimizers.SGD
 
 
-@pytest.fixture(params=["eager", "function"])
-def step(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """What calls a function as it is, or as a `tf.function`."""
-    return {"eager": lambda function: function, "function": tf.function}[request.param]
-
-
 def test_variables_of_equal_shapes_are_not_mixed_up() -> None:
     one, other = tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros(3))
     optimizer = hvd.DistributedOptimizer(SGD(1.0), staleness=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,7 @@ def curvature_and_centre(rank: int) -> tuple[float, Any]:
     return 1.0 + 0.7 * rank, np.array([rank, 1.0 - 2 * rank, 0.25 * rank * rank])
 
 
-@pytest.fixture(params=["eager", "function"])
-def called(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """What calls a step as it is, or as a `tf.function`."""
-    return {"eager": lambda function: function, "function": tf.function}[request.param]
-
-
-def test_tapes_of_a_replica(nodes_of_two: None, called: Any) -> None:
+def test_tapes_of_a_replica(nodes_of_two: None, step: Any) -> None:
     """Between exchanges a node descends on the mean of its losses; a node counts by its ranks."""
     x = tf.Variable([3.0, -2.0, 0.5], dtype=tf.float64)
     local = hvd.LocalSGD([x], period=3)
@@ -44,15 +37,15 @@ def test_tapes_of_a_replica(nodes_of_two: None, called: Any) -> None:
     a, c = curvature_and_centre(RANK)
     optimizer = tf.keras.optimizers.SGD(ETA)
 
-    @called
-    def step() -> None:
+    @step
+    def make_step() -> None:
         with tf.GradientTape() as tape:
             loss = a / 2 * tf.reduce_sum((x - c) ** 2)
         tape = hvd.DistributedGradientTape(tape, process_set=local.process_set)
         optimizer.apply_gradients([(tape.gradient(loss, x), x)])
 
     for _ in range(3):
-        step()
+        make_step()
         local.step()
     np.testing.assert_allclose(x.numpy(), np.mean(ends, axis=0), rtol=1e-6)  # the learning rate is a float32
 

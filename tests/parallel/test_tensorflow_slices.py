@@ -45,12 +45,6 @@ FIRST = {
 }
 
 
-@pytest.fixture(params=["eager", "function"])
-def step(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """What calls a function as it is, or as a `tf.function`."""
-    return {"eager": lambda function: function, "function": tf.function}[request.param]
-
-
 def start() -> Any:
     return np.random.default_rng(1).normal(size=(ROWS, 3)).astype(np.float32)
 

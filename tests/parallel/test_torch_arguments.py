@@ -354,9 +354,9 @@ def test_wrong_arguments_on_one_rank_are_refused_on_all(what: str) -> None:
     refused(call, wrong, right, message)
 
 
-def takes_a_name(operation: str) -> bool:
-    call = getattr(hvd, operation)
-    return inspect.isfunction(call) and "name" in inspect.signature(call).parameters
+def operations_with(parameter: str) -> list[str]:
+    functions = [each for each in hvd.__all__ if inspect.isfunction(getattr(hvd, each))]
+    return [each for each in functions if parameter in inspect.signature(getattr(hvd, each)).parameters]
 
 
 def call_named(operation: str, name: Any) -> Any:
@@ -371,7 +371,7 @@ def call_named(operation: str, name: Any) -> Any:
 
 @pytest.mark.spread
 @several
-@pytest.mark.parametrize("operation", list(filter(takes_a_name, hvd.__all__)))
+@pytest.mark.parametrize("operation", operations_with("name"))
 def test_names_are_text(operation: str) -> None:
     """A list is no name: the others, who gave none, hear of it."""
     message = r"the name of an operation must be a str or None, got \[3\]"
@@ -381,12 +381,7 @@ def test_names_are_text(operation: str) -> None:
     call_named(operation, "a name")
 
 
-def takes_an_average(operation: str) -> bool:
-    call = getattr(hvd, operation)
-    return inspect.isfunction(call) and "average" in inspect.signature(call).parameters
-
-
-@pytest.mark.parametrize("operation", list(filter(takes_an_average, hvd.__all__)))
+@pytest.mark.parametrize("operation", operations_with("average"))
 def test_an_operation_in_the_place_of_average_is_refused(operation: str) -> None:
     """As the second argument any text is true, and would average; True, False and what NumPy makes of them may be."""
     values = torch.ones(2)

@@ -127,14 +127,7 @@ def test_hooks_run_in_compiled_backward_passes(what: str, compiled_backward: boo
         optimizer = wrapped(model, overlap=True)
         if what == "step":
             return whole_step(compiler, model, optimizer)
-        compiled = compiler(model)
-
-        def train(inputs: Any) -> None:
-            optimizer.zero_grad()
-            loss(compiled, inputs).backward()
-            optimizer.step()
-
-        return whole_step(lambda function: function, model, optimizer, train)
+        return whole_step(lambda function: function, compiler(model), optimizer)
 
     with dynamo.config.patch(compiled_autograd=compiled_backward):
         compare(make, "aot_eager")
@@ -251,14 +244,7 @@ def test_batch_normalisation_over_all_ranks() -> None:
 
     def make(compiler: Function) -> Function:
         model = Normed()
-        optimizer, compiled = wrapped(model), compiler(model)
-
-        def train(inputs: Any) -> None:
-            optimizer.zero_grad()
-            loss(compiled, inputs).backward()
-            optimizer.step()
-
-        return whole_step(lambda function: function, model, optimizer, train)
+        return whole_step(lambda function: function, compiler(model), wrapped(model))
 
     compare(make, "aot_eager")
 

@@ -28,10 +28,6 @@ from ringreduce.observe.job.verdicts import judge  # noqa: E402
 COUNTS = [0, 1, 3, 4, 7, 12, 13]
 
 
-def everyone(mine: Any) -> list[Any]:
-    return hvd.allgather_object(mine)
-
-
 # ---- data ----
 
 
@@ -47,7 +43,7 @@ def test_samples_are_divided(world: rr.Communicator, ends: str, shuffle: bool) -
             sampler.set_epoch(epoch)
             mine = list(sampler)
             assert len(mine) == len(sampler)
-            shares = everyone(mine)
+            shares = hvd.allgather_object(mine)
             given = list(chain.from_iterable(shares))
             orders.append(given)
             rest = count % world.size
@@ -73,7 +69,7 @@ def test_shards_of_what_can_only_be_iterated(world: rr.Communicator, ends: str, 
     for count in COUNTS if not workers else [13]:
         loader = DataLoader(hvd.Shard(range(count), ends), batch_size=None, num_workers=workers)
         for _ in range(2):
-            shares = everyone(sorted(int(each) for each in loader))
+            shares = hvd.allgather_object(sorted(int(each) for each in loader))
             given = list(chain.from_iterable(shares))
             rest = count % world.size
             if ends == "uneven":
@@ -334,7 +330,7 @@ def test_a_checkpoint_has_what_every_rank_has_processed(world: rr.Communicator, 
     for _ in range(2):  # also what was processed since the last checkpoint
         mine = list(sampler)[: 1 + world.rank]
         sampler.record_indices(mine)
-        processed |= set(chain.from_iterable(everyone(mine)))
+        processed |= set(chain.from_iterable(hvd.allgather_object(mine)))
         hvd.save_checkpoint(path, sampler=sampler)
         assert sampler.processed_indices == processed
         assert sampler.processed_num == len(processed)
@@ -342,7 +338,7 @@ def test_a_checkpoint_has_what_every_rank_has_processed(world: rr.Communicator, 
     same = hvd.elastic.ElasticSampler(range(count), seed=5)
     hvd.load_checkpoint(path, sampler=same)
     assert list(same) == list(sampler)
-    assert set(chain.from_iterable(everyone(list(same)))) == set(range(count)) - processed
+    assert set(chain.from_iterable(hvd.allgather_object(list(same)))) == set(range(count)) - processed
     rr.shutdown()
     alone = hvd.elastic.ElasticSampler(range(count), seed=5)
     hvd.load_checkpoint(path, sampler=alone)  # one rank, as there is no world

@@ -17,26 +17,13 @@ from mpi4py import MPI
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from torch_models import DTYPES  # noqa: E402
 
 import ringreduce as rr  # noqa: E402
 import ringreduce.torch  # noqa: E402  # registers the backend, where torch has not done so
 from ringreduce.common.errors import CollectiveTimeoutError, ConfigError, MismatchError, TransportError  # noqa: E402
 from ringreduce.torch.distributed import process_group  # noqa: E402
 
-DTYPES = [
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
 # Torch has changed their names, and warns of the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

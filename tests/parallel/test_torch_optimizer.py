@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -98,8 +98,25 @@ def me() -> list[int]:
 def assert_same(alone: Model, together: Model, tolerance: float = 1e-11) -> None:
     """The ranks' weights are equal bit by bit, and close to those of the process that trained alone."""
     assert_equal_on_ranks(together.state_dict().values())
-    for expected, actual in zip(alone.state_dict().values(), together.state_dict().values(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(together.state_dict(), alone.state_dict(), rtol=tolerance, atol=tolerance)
+
+
+def train_both(
+    alone: Model,
+    single: Optimizer,
+    together: Model,
+    many: Optimizer,
+    *,
+    steps: Iterable[int] = range(STEPS),
+    loss: Loss = squared_error,
+    tolerance: float = 1e-11,
+    **options: Any,
+) -> None:
+    """Train one model on the data of all ranks, the other with the other ranks, and compare."""
+    for step in steps:
+        train_step(alone, single, everyone(), step, loss, **options)
+        train_step(together, many, me(), step, loss, **options)
+    assert_same(alone, together, tolerance)
 
 
 def compare(
@@ -113,10 +130,7 @@ def compare(
     """Train both ways for a few steps, compare, and return both optimizers."""
     alone, together = pair(build)
     single, many = make(alone.parameters()), distributed(make, together, **(wrap or {}))
-    for step in range(STEPS):
-        train_step(alone, single, everyone(), step, loss, **options)
-        train_step(together, many, me(), step, loss, **options)
-    assert_same(alone, together, tolerance)
+    train_both(alone, single, together, many, loss=loss, tolerance=tolerance, **options)
     return single, many
 
 
@@ -217,6 +231,11 @@ def test_gradients_that_the_user_assigns_are_used() -> None:
     assert model[2].weight.grad is None
 
 
+def embedding() -> Model:
+    torch.manual_seed(3)
+    return torch.nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
+
+
 SPARSE: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
@@ -228,11 +247,6 @@ SPARSE: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.mark.parametrize("kind", SPARSE)
 def test_the_same_rows_on_all_ranks_make_the_step_of_one_process(kind: str) -> None:
     """Also where a row comes twice, or none comes at all."""
-
-    def embedding() -> Model:
-        torch.manual_seed(3)
-        return torch.nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
-
     alone, together = pair(embedding)
     single, many = SPARSE[kind](alone.parameters()), distributed(SPARSE[kind], together)
     for rows in ([0, 2, 2], [4], [], [2, 0, 1]):
@@ -267,11 +281,6 @@ def test_sparse_gradients_of_16_bits_are_rounded_once(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("sparse_as_dense", [True, False])
 def test_sparse_gradients(sparse_as_dense: bool) -> None:
     """Sparse gradients train like dense ones, whatever rows each rank has, made dense before or gathered."""
-
-    def embedding() -> Model:
-        torch.manual_seed(3)
-        return torch.nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
-
     alone, together = pair(embedding)
     single = torch.optim.SGD(alone.parameters(), lr=1.0)
     wrap = {"sparse_as_dense": sparse_as_dense}
@@ -498,9 +507,7 @@ def test_a_deep_copy_trains_on_its_own(groups: int | None) -> None:
     """One rank may copy for itself; copies on all ranks go on like the original, which they do not touch."""
     alone, together = pair()
     single, many = sgd(alone.parameters()), distributed(sgd, together, groups=groups, op=hvd.Average)
-    for step in range(2):
-        train_step(alone, single, everyone(), step)
-        train_step(together, many, me(), step)
+    train_both(alone, single, together, many, steps=range(2))
     if rr.rank() == 0:
         kept = copy.deepcopy(many)
         assert kept.state_dict()["param_groups"] == many.state_dict()["param_groups"]
@@ -509,15 +516,9 @@ def test_a_deep_copy_trains_on_its_own(groups: int | None) -> None:
     model, optimizer = copy.deepcopy((together, many))
     assert isinstance(optimizer, torch.optim.SGD)
     assert list(optimizer._parameter_names.values()) == [name for name, _ in model.named_parameters()]
-    lone_model, lone = copy.deepcopy((alone, single))
-    for step in range(2, STEPS):
-        train_step(lone_model, lone, everyone(), step)
-        train_step(model, optimizer, me(), step)
-    assert_same(lone_model, model)
+    train_both(*copy.deepcopy((alone, single)), model, optimizer, steps=range(2, STEPS))
     assert all(torch.equal(before[name], each) for name, each in together.state_dict().items())
-    train_step(alone, single, everyone(), STEPS)
-    train_step(together, many, me(), STEPS)
-    assert_same(alone, together)
+    train_both(alone, single, together, many, steps=[STEPS])
 
 
 def test_a_copy_can_begin_with_gradients_that_it_has() -> None:
@@ -613,10 +614,7 @@ def test_an_optimizer_keeps_the_state_it_had() -> None:
         train_step(together, inner, everyone(), step)
     many = hvd.DistributedOptimizer(inner)
     assert len(many.state) == len(inner.state) == 6
-    for step in range(2, STEPS):
-        train_step(alone, single, everyone(), step)
-        train_step(together, many, me(), step)
-    assert_same(alone, together)
+    train_both(alone, single, together, many, steps=range(2, STEPS))
 
 
 def test_state_dict_round_trip() -> None:

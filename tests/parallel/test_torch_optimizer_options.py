@@ -66,8 +66,7 @@ def test_options_that_change_how_gradients_travel(options: dict[str, Any], toler
     train_alone(alone, sgd(alone), 3)
     train_together(together, hvd.DistributedOptimizer(sgd(together), together.named_parameters(), **options), 3)
     assert_equal_on_ranks(together)
-    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close([*together.parameters()], [*alone.parameters()], rtol=tolerance, atol=tolerance)
 
 
 def test_groups_of_parameters_travel_in_one_piece() -> None:
@@ -123,8 +122,7 @@ def test_a_compression_of_ones_own() -> None:
     together = copy.deepcopy(alone)
     train_alone(alone, sgd(alone), 2)
     train_together(together, hvd.DistributedOptimizer(sgd(together), compression=Doubling), 2)
-    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close([*together.parameters()], [*alone.parameters()], rtol=1e-11, atol=1e-11)
 
 
 def test_adasum() -> None:
@@ -138,8 +136,7 @@ def test_adasum() -> None:
             each.zero_grad()
             mean_loss(model, data(0)[0]).backward()
             each.step()
-    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close([*together.parameters()], [*alone.parameters()], rtol=1e-9, atol=1e-9)
     train_together(together, optimizer, 2)
     assert_equal_on_ranks(together)
     with pytest.raises(rr.ConfigError, match="no synchronize"), optimizer.skip_synchronize():
@@ -170,8 +167,7 @@ def test_grad_scaler_needs_no_dance(unscale: bool) -> None:
         sum(mean_loss(alone, each) / rr.size() for each in data(step)).backward()
         single.step()
     assert_equal_on_ranks(together)
-    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close([*together.parameters()], [*alone.parameters()], rtol=1e-11, atol=1e-11)
 
 
 class OwnScaler(torch.amp.GradScaler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,10 +60,11 @@ def train(overlap: bool | None, steps: Callable[[Any, Any, Callable[..., None]],
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def plainly(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
+def plainly(model: Any, optimizer: Any, backward: Callable[..., None], passes: int = 1) -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
-        backward()
+        for _ in range(passes):
+            backward()
         optimizer.step()
 
 
@@ -258,17 +260,15 @@ WHERE_IT_MATTERS = [plainly, with_different_graphs, with_a_pass_that_is_thrown_a
 def test_overlap_makes_no_difference(steps: Callable[..., None], options: dict[str, Any]) -> None:
     """Weights are those of an optimizer that reduces everything in the step, bit by bit, and equal on all ranks."""
     early, late = train(True, steps, **options), train(False, steps, **options)
-    for mine, expected in zip(early, late, strict=True):
-        assert torch.equal(mine, expected)
-        assert_equal_on_ranks(mine)
+    assert all(map(torch.equal, early, late))
+    assert_equal_on_ranks(early)
 
 
 def test_what_is_added_to_averages_is_averaged() -> None:
     """A pass on one rank that comes when buckets were reduced already is the same as if it had come before."""
     early, late = (train(overlap, with_an_extra_pass_at_times) for overlap in (True, False))
-    for mine, expected in zip(early, late, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-        assert_equal_on_ranks(mine)
+    torch.testing.assert_close(early, late, rtol=1e-5, atol=1e-6)
+    assert_equal_on_ranks(early)
 
 
 @pytest.mark.sizes(2, 3, 4)
@@ -287,24 +287,13 @@ def test_buckets_are_reduced_during_the_last_backward_pass(passes: int) -> None:
             optimizer.step()
 
     early = train(True, steps, backward_passes_per_step=passes)
-    late = train(False, steps_of(passes), backward_passes_per_step=passes)
+    late = train(False, partial(plainly, passes=passes), backward_passes_per_step=passes)
     assert all(torch.equal(mine, expected) for mine, expected in zip(early, late, strict=True))
 
 
 def under_way(optimizer: Any) -> int:
     """How many buckets were submitted since the last step."""
     return sum(each.part is not None for each in optimizer._training.gradients.overlap._early)
-
-
-def steps_of(passes: int) -> Callable[..., None]:
-    def steps(model: Any, optimizer: Any, backward: Callable[..., None]) -> None:
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            for _ in range(passes):
-                backward()
-            optimizer.step()
-
-    return steps
 
 
 @pytest.mark.sizes(2, 3, 4)
@@ -376,8 +365,7 @@ def test_gradients_that_change_under_way_are_refused(change: Callable[..., None]
         assert all(torch.equal(*each) for each in zip(model.parameters(), before, strict=True))
         plainly(model, optimizer, backward)
 
-    for weight in train(True, steps):
-        assert_equal_on_ranks(weight)
+    assert_equal_on_ranks(train(True, steps))
 
 
 @pytest.mark.sizes(2, 3, 4)
@@ -413,8 +401,7 @@ def test_overlap_begins_again_after_ranks_have_joined() -> None:
         plainly(model, optimizer, backward)
         assert optimizer.overlaps
 
-    for weight in train(True, steps):
-        assert_equal_on_ranks(weight)
+    assert_equal_on_ranks(train(True, steps))
 
 
 def test_parameters_that_are_removed_or_unused_at_first() -> None:
@@ -441,9 +428,8 @@ def test_parameters_that_are_removed_or_unused_at_first() -> None:
             optimizer.step()
 
     early, late = train(True, steps), train(False, steps)
-    for mine, expected in zip(early, late, strict=True):
-        assert torch.equal(mine, expected)
-        assert_equal_on_ranks(mine)
+    assert all(map(torch.equal, early, late))
+    assert_equal_on_ranks(early)
 
 
 class Tied(torch.nn.Module):
@@ -480,9 +466,8 @@ def test_checkpointing_and_tied_layers(reentrant: bool, reduce_in: str) -> None:
             model(x).square().mean().backward()
             optimizer.step()
         trained.append([parameter.detach() for parameter in model.parameters()])
-    for mine, expected in zip(*trained, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
-        assert_equal_on_ranks(mine)
+    torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-6)
+    assert_equal_on_ranks(trained[0])
 
 
 @pytest.mark.parametrize("compression", [Compression.powersgd(rank=2), Compression.topk(fraction=0.2)])
@@ -557,5 +542,4 @@ def test_overlap_between_nodes_is_tried_out(
     assert False in tried[tried.index(True) :]
     assert tried[-1] is (slower_rank is None)
     assert hvd.allgather_object(tried) == [tried] * hvd.size()
-    for mine, plain in zip(weights, train(False, steps), strict=True):
-        assert torch.equal(mine, plain)
+    assert all(map(torch.equal, weights, train(False, steps)))

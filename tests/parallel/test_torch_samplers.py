@@ -70,10 +70,6 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def everyone(mine: Any) -> list[Any]:
-    return hvd.allgather_object(mine)
-
-
 def drawn_alone(sampler: Any, seed: int) -> list[Any]:
     """Return what a sampler draws in one process; its generator, or that inside of it, is seeded by hand."""
     inner = getattr(sampler, "sampler", sampler)
@@ -105,7 +101,7 @@ def test_each_rank_gets_its_share_of_what_a_sampler_draws(world: rr.Communicator
         assert mine == order[world.rank :: world.size] == list(sampler)
         if kind != "by length":
             assert len(mine) == len(sampler)
-        assert ends == "uneven" or len(set(everyone(len(mine)))) == 1
+        assert ends == "uneven" or len(set(hvd.allgather_object(len(mine)))) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -113,10 +109,10 @@ def test_a_loader_takes_a_share_where_it_takes_the_sampler(world: rr.Communicato
     """As sampler and as batch_sampler; what all ranks get together is what one process gets."""
     data = torch.arange(23)
     single = DataLoader(data, 2, sampler=hvd.ShardSampler(WeightedRandomSampler(WEIGHTS, 24)), num_workers=workers)
-    given = list(chain.from_iterable(everyone(torch.cat(list(single)).tolist())))
+    given = list(chain.from_iterable(hvd.allgather_object(torch.cat(list(single)).tolist())))
     assert sorted(given) == sorted(drawn_alone(WeightedRandomSampler(WEIGHTS, 24), 0))
     batched = DataLoader(data, batch_sampler=hvd.ShardSampler(ByLength(), ends="uneven"), num_workers=workers)
-    shares = everyone([each.tolist() for each in batched])
+    shares = hvd.allgather_object([each.tolist() for each in batched])
     assert sorted(chain.from_iterable(shares)) == sorted(drawn_alone(ByLength(), 0))
 
 

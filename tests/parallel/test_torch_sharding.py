@@ -18,7 +18,7 @@ import ringreduce as rr
 from ringreduce.training.strategies import parts
 
 torch = pytest.importorskip("torch")
-from torch_models import Model, Optimizer, mlp, take_steps  # noqa: E402
+from torch_models import Model, Optimizer, Own, mlp, take_steps  # noqa: E402
 
 import ringreduce.torch as hvd  # noqa: E402
 
@@ -43,28 +43,19 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Own):
     """Steps of a length that depends on the norm of the whole parameter, and state that is no tensor.
 
     Y. You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), without the second moment.
     """
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state.setdefault("moment", torch.zeros_like(parameter))
-                state["moment"] = 0.9 * state["moment"] + parameter.grad
-                state["norm"], state["step"] = float(parameter.norm()), state.get("step", 0) + 1
-                state["shape"], state["is_even"] = (*parameter.shape,), state["step"] % 2 == 0
-                parameter -= group["lr"] / group["steps"] * state["norm"] * state["moment"]
+    def update(self, parameter: Any, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state.setdefault("moment", torch.zeros_like(parameter))
+        state["moment"] = 0.9 * state["moment"] + parameter.grad
+        state["norm"], state["step"] = float(parameter.norm()), state.get("step", 0) + 1
+        state["shape"], state["is_even"] = (*parameter.shape,), state["step"] % 2 == 0
+        parameter -= group["lr"] / group["steps"] * state["norm"] * state["moment"]
 
 
 def matrices(model: Any) -> Any:
@@ -98,6 +89,14 @@ def wrap(model: Model, optimizer: Optimizer, shard: str | None, **options: Any) 
     return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), shard=shard, **options)
 
 
+def begun(kind: Any = torch.optim.SGD, steps: int = 2) -> tuple[Model, Optimizer]:
+    """Return a model and its optimizer with ``shard="node"``, which has made steps."""
+    model = make_model()
+    optimizer = wrap(model, kind(model.parameters(), lr=0.01), "node")
+    take_steps(model, optimizer, range(steps), loss_of)
+    return model, optimizer
+
+
 def tensors_of(model: Model, optimizer: Optimizer) -> Iterator[Any]:
     yield from model.parameters()
     for _, state in sorted(optimizer.state_dict()["state"].items()):
@@ -110,8 +109,7 @@ def require_same(run: Callable[[str | None], tuple[Model, Optimizer]]) -> None:
     plain, *sharded = (list(tensors_of(*run(shard))) for shard in (None, "node", *(["all"] if even else [])))
     for each in sharded:
         assert len(each) == len(plain)
-        for one, other in zip(plain, each, strict=True):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, plain, each))
 
 
 @pytest.mark.spread
@@ -299,9 +297,7 @@ def test_norms_of_any_dtypes(dtypes: list[str], norm_type: float):
 
 
 def test_norms_that_are_not_finite_raise_on_all_ranks():
-    model = make_model()
-    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "node")
-    take_steps(model, optimizer, range(2), loss_of)
+    model, optimizer = begun()
     (loss_of(model, 2) * (float("inf") if rr.rank() == 0 else 1.0)).backward()
     with pytest.raises(RuntimeError, match="non-finite"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -411,9 +407,7 @@ def test_used_optimizers_and_saved_states():
 
 
 def test_one_rank_saves_a_complete_state_which_plain_torch_loads():
-    model = make_model()
-    optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), "node")
-    take_steps(model, optimizer, range(3), loss_of)
+    model, optimizer = begun(torch.optim.Adam, steps=3)
     if rr.rank() == 0:
         alone = make_model()
         plain = torch.optim.Adam(alone.parameters(), lr=0.01)
@@ -427,9 +421,7 @@ def test_one_rank_saves_a_complete_state_which_plain_torch_loads():
 
 def test_a_node_has_parameters_and_state_once():
     """Needs ranks of one node: what one stores, the others see."""
-    model = make_model()
-    optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), "node")
-    take_steps(model, optimizer, range(2), loss_of)
+    model, optimizer = begun(torch.optim.Adam)
     moment = optimizer.state_dict()["state"][0]["exp_avg"]
     rr.barrier()
     if rr.rank() == 0:
@@ -442,9 +434,7 @@ def test_a_node_has_parameters_and_state_once():
 
 
 def test_memory_of_a_saved_layer_is_its_own():
-    model = make_model()
-    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), "node")
-    take_steps(model, optimizer, range(1), loss_of)
+    model, _ = begun(steps=1)
     file = io.BytesIO()
     torch.save(model[4].state_dict(), file)
     assert file.tell() < 4000
@@ -473,9 +463,7 @@ def move(model: Model) -> None:
 def test_changes_between_steps_raise_on_all_ranks(change: Callable[[Model], None]):
     if rr.size() == 1:
         pytest.skip("the parameters of one rank are its own")
-    model = make_model()
-    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), "node")
-    take_steps(model, optimizer, range(2), loss_of)
+    model, optimizer = begun()
     rr.barrier()
     change(model)
     rr.barrier()
@@ -505,9 +493,7 @@ def test_writing_counts_once():
 
 
 def test_what_a_forked_process_writes_is_its_own():
-    model = make_model()
-    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), "node")
-    take_steps(model, optimizer, range(2), loss_of)
+    model, optimizer = begun()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     child = os.fork()
     if child == 0:
@@ -543,9 +529,7 @@ def wrap_parameters(optimizer: Optimizer, **options: Any) -> Optimizer:
 def test_joined_ranks_are_refused():
     if rr.size() == 1:
         pytest.skip("nobody waits for a rank that is alone")
-    model = make_model()
-    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), "node")
-    take_steps(model, optimizer, range(2), loss_of)
+    model, optimizer = begun()
     if rr.rank():
         loss_of(model, 2).backward()
         with pytest.raises(rr.MismatchError, match="joined"):
@@ -554,9 +538,7 @@ def test_joined_ranks_are_refused():
 
 
 def test_training_goes_on_in_another_world():
-    model = make_model()
-    optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), "node")
-    take_steps(model, optimizer, range(2), loss_of)
+    model, optimizer = begun(torch.optim.Adam)
     hvd.shutdown()
     hvd.init()
     take_steps(model, optimizer, range(2, 4), loss_of)

@@ -98,8 +98,7 @@ def test_training_is_that_of_one_process(any_nodes: None, options: dict[str, Any
                 each.grad /= passes
         optimizer.step(samples=len(x))
     assert_equal_on_ranks(model)
-    for mine, whole in zip(model.parameters(), expected(), strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close([*model.parameters()], expected(), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.spread
@@ -135,8 +134,7 @@ def test_a_closure_gets_the_loss_of_the_whole_batch(any_nodes: None) -> None:
     for _ in range(2):
         loss = optimizer.step(lambda: closure(optimizer, model, (x, y)), samples=len(x))
         torch.testing.assert_close(loss, alone.step(lambda: closure(alone, whole, batch_of(0))))
-    for mine, each in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, each, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close([*model.parameters()], [*whole.parameters()], rtol=1e-6, atol=1e-6)
 
 
 def test_a_weighted_loss_is_exact_with_synchronised_batch_normalisation(world: rr.Communicator) -> None:
@@ -254,8 +252,7 @@ class Epochs:
             measure([(epoch + 2) * 2.0] + [epoch + 1.0] * (size - 1))
         assert size == 1 or len(set(hvd.allgather_object(len(batch[0])))) > 1
         assert_equal_on_ranks(self.model)
-        for mine, each in zip(self.model.parameters(), self.whole.parameters(), strict=True):
-            torch.testing.assert_close(mine, each, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close([*self.model.parameters()], [*self.whole.parameters()], rtol=1e-7, atol=1e-7)
 
 
 def clips(model: Any) -> None:

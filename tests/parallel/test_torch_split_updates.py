@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,40 +13,30 @@ import pytest
 import ringreduce as rr
 
 torch = pytest.importorskip("torch")
+from torch_models import Model, Optimizer, Own, take_steps  # noqa: E402
+
 import ringreduce.torch as hvd  # noqa: E402
 from ringreduce.torch import split_updates  # noqa: E402
-
-Model = Any
-Optimizer = Any
 
 STEPS = 5
 
 
-class Odd(torch.optim.Optimizer):
+class Odd(Own):
     """State of many kinds: tensors of any shape, strides and dtype, nested ones, numbers, and some that come and go."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                number = state["step"] = state.get("step", 0) + 1
-                state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
-                state["wide"] = state["sum"].to(torch.float64)
-                state["cut"] = parameter.reshape(-1)[: number % 3].clone()
-                state["turned"] = torch.ones(3, 2, dtype=torch.int16).T * number
-                state["pair"] = [torch.full((2,), float(number)), f"step {number}"]
-                if number % 2:
-                    state["odd"] = torch.tensor(number).expand(3)
-                else:
-                    state.pop("odd", None)
-                parameter -= group["lr"] / group["steps"] * parameter.norm() * state["sum"]
+    def update(self, parameter: Any, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        number = state["step"] = state.get("step", 0) + 1
+        state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
+        state["wide"] = state["sum"].to(torch.float64)
+        state["cut"] = parameter.reshape(-1)[: number % 3].clone()
+        state["turned"] = torch.ones(3, 2, dtype=torch.int16).T * number
+        state["pair"] = [torch.full((2,), float(number)), f"step {number}"]
+        if number % 2:
+            state["odd"] = torch.tensor(number).expand(3)
+        else:
+            state.pop("odd", None)
+        parameter -= group["lr"] / group["steps"] * parameter.norm() * state["sum"]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -156,11 +147,7 @@ def test_bits_are_those_of_one_process(
     assert len({tuple(each.flatten().tolist()) for each in hvd.allgather_object(model[0].weight)}) == 1
 
 
-def train(model: Model, optimizer: Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+train = partial(take_steps, loss_of=loss_of)
 
 
 def require_same_as_whole(run: Callable[[bool], tuple[Model, Optimizer]]) -> None:

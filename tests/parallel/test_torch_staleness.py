@@ -216,8 +216,7 @@ def test_parameters_that_are_frozen_thawed_added_and_removed(staleness: int, rel
             for number, average in waiting.popleft().items():
                 if number in there:
                     values[number] = values[number] - 0.1 * average
-        for each, value in zip(model, values, strict=True):
-            torch.testing.assert_close(each.detach(), value, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close([*model], values, rtol=1e-13, atol=1e-14)
         state = copy.deepcopy(optimizer.state_dict())
         assert all(average is not None for late in state["late"] for average in late.values())
         if reload:
@@ -226,8 +225,7 @@ def test_parameters_that_are_frozen_thawed_added_and_removed(staleness: int, rel
     for left in waiting:
         for number, average in left.items():
             values[number] = values[number] - 0.1 * average
-    for each, value in zip(model, values, strict=True):
-        torch.testing.assert_close(each.detach(), value, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close([*model], values, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.sizes(2, 3, 4)

@@ -402,7 +402,8 @@ def ops_of(dtype: str) -> list[ReduceOp]:
     return [op for op in ReduceOp if op.takes(DTYPES[dtype].kind)]
 
 
-_FOLDS = {
+#: What combines two arrays, but for sums and products.
+FOLDS = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.BAND: np.bitwise_and,
@@ -425,7 +426,7 @@ def expected(arrays: list[Array], op: ReduceOp) -> Array:
         elif op is ReduceOp.PRODUCT:
             total = total * each
         else:
-            total = _FOLDS[op](total, each)
+            total = FOLDS[op](total, each)
     if op is ReduceOp.AVERAGE:
         whole = row.integral
         total = np.trunc(total / len(arrays)).astype(np.int64) if whole else total / len(arrays)

@@ -27,6 +27,7 @@ from suites.trainees import (
 
 from ringreduce import runtime
 from ringreduce.common.errors import ConfigError, MismatchError
+from ringreduce.runtime.blocking import barrier
 from ringreduce.training.calls.ops import Adasum
 from ringreduce.training.compression.powersgd import PowerSGD
 
@@ -127,10 +128,10 @@ def check_no_waiting(make: Make) -> None:
     trainee = make_late(make, staleness)
     train(trainee, range(2))
     if runtime.rank() == 0:
-        runtime.barrier()  # until the others have made as many steps more
+        barrier()  # until the others have made as many steps more
     train(trainee, range(2, 2 + staleness))
     if runtime.rank() != 0:
-        runtime.barrier()
+        barrier()
     assert_weights(trainee, Delayed(staleness).train(range(2 + staleness)).weights)
 
 

@@ -34,6 +34,7 @@ from trainees.toy import RATE
 
 from ringreduce import runtime
 from ringreduce.common.errors import ConfigError, MismatchError
+from ringreduce.runtime.blocking import barrier
 from ringreduce.runtime.process_sets import ProcessSet
 from ringreduce.training.calls.handles import join
 from ringreduce.training.compression.powersgd import PowerSGD
@@ -222,7 +223,7 @@ def check_no_meeting(make: Make, warmup_steps: int = 0) -> None:
     alone = range(warmup_steps + 1, warmup_steps + 5)
     if runtime.rank() == 0:
         train(trainee, alone)
-    runtime.barrier()
+    barrier()
     if runtime.rank() != 0:
         train(trainee, alone)
     train(trainee, range(warmup_steps + 5, warmup_steps + 6))
@@ -278,7 +279,7 @@ def check_resumed(make: Make) -> None:
             for rank in range(runtime.size()):  # one after the other
                 if rank == runtime.rank():
                     saved.append(pickle.dumps((named(expected), expected.state_dict())))
-                runtime.barrier()
+                barrier()
             train(expected, range(step, step + 1), exact=False)
         for stop in (0, 2, 5, 8):
             values, state = pickle.loads(saved[stop])

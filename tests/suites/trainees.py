@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trainees.toy import RATE
 
 from ringreduce import runtime
+from ringreduce.runtime.blocking import allgather
 
 Floats = npt.NDArray[Any]
 Named = Mapping[str, Floats]
@@ -132,7 +133,7 @@ def bits(trainee: Trainee) -> bytes:
 def assert_equal_on_ranks(trainee: Trainee) -> None:
     """Check that all ranks have the same bits."""
     mine = np.frombuffer(bits(trainee), np.uint8)
-    everyone = runtime.allgather(mine[None])
+    everyone = allgather(mine[None])
     assert all(each.tobytes() == mine.tobytes() for each in everyone), "weights are equal on all ranks, bit by bit"
 
 

@@ -17,6 +17,7 @@ from suites.trainees import Floats, Make, Named, OneProcess, Trainee, assert_equ
 
 from ringreduce import runtime
 from ringreduce.common.errors import MismatchError
+from ringreduce.runtime.blocking import barrier, broadcast
 from ringreduce.training.calls.handles import join
 from ringreduce.training.compression.powersgd import PowerSGD
 
@@ -132,7 +133,7 @@ def check_join(make: Make, **options: Any) -> None:
     if runtime.rank() == runtime.size() - 1:
         assert_near(trainee, expected.weights)
     for weight in trainee.weights():
-        runtime.broadcast(weight, runtime.size() - 1, out=weight)
+        broadcast(weight, runtime.size() - 1, out=weight)
     for step in range(most, most + _STEPS):
         _train(trainee, range(step, step + 1))
         passes = _all_batches(range(runtime.size()), step)
@@ -175,7 +176,7 @@ def check_dropped(make: Make, **options: Any) -> None:
         _give(trainee, *_batch(0, 3))
     del trainee
     gc.collect()
-    runtime.barrier()
+    barrier()
     check_whole_batch(make, **options)
 
 

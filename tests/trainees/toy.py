@@ -73,7 +73,8 @@ class Toy:
         with self.training.checking("Toy"):
             parameters = [weight for _, weight in self.named]
             chosen = checked(named_options(**options), self.training.communicator.config, parameters)
-        self.training.begin("steepest descent", partial(list, self.named), chosen, None)
+        self.training.prepare("steepest descent", partial(list, self.named), chosen, None)
+        self.training.begin()
 
     def weights(self) -> list[_Floats]:
         return [weight.value for _, weight in self.named]

@@ -43,16 +43,17 @@ class Rank:
         return count
 
 
-def on_ranks(size: int, function: Callable[[Rank], T], timeout_s: float = 20.0, patience_s: float = 0.0) -> list[T]:
-    world = MemoryWorld(size)
-    ranks = [Rank(world, rank, timeout_s, patience_s) for rank in range(size)]
+def on_ranks(function: Callable[[Rank], T], timeout_s: float = 20.0, patience_s: float = 0.0) -> list[T]:
+    """Return the results of three ranks."""
+    world = MemoryWorld(3)
+    ranks = [Rank(world, rank, timeout_s, patience_s) for rank in range(3)]
 
     def fail() -> None:
         for rank in ranks:
             rank.waiter.timeout_s = 0.0
         world.meeting.abort()
 
-    return run_threads(size, lambda index: function(ranks[index]), on_error=fail)
+    return run_threads(3, lambda index: function(ranks[index]), on_error=fail)
 
 
 def test_a_known_call_costs_no_note() -> None:
@@ -75,7 +76,7 @@ def test_a_known_call_meets_a_new_one() -> None:
         assert isinstance(error, MismatchError)
         return error
 
-    errors = on_ranks(3, call, patience_s=math.inf)
+    errors = on_ranks(call, patience_s=math.inf)
     assert [error.values for error in errors] == [{0: "known", 1: "new", 2: "known"}] * 3
 
 
@@ -90,7 +91,7 @@ def test_suspicion_without_reason_is_harmless() -> None:
         rank.waiter.timeout_s = 20.0
         return error or rank.call("next")
 
-    assert all(isinstance(error, CollectiveTimeoutError) for error in on_ranks(3, call))
+    assert all(isinstance(error, CollectiveTimeoutError) for error in on_ranks(call))
 
 
 def test_a_call_that_peers_already_finished() -> None:
@@ -106,7 +107,7 @@ def test_a_call_that_peers_already_finished() -> None:
         assert isinstance(error, MismatchError)
         return error
 
-    errors = on_ranks(3, call, patience_s=math.inf)
+    errors = on_ranks(call, patience_s=math.inf)
     assert [error.values for error in errors] == [{0: "new", 1: "a", 2: "a"}] * 3
 
 
@@ -131,12 +132,12 @@ def test_a_rank_that_left_after_the_last_call_is_not_missed() -> None:
         rank.agreement.detach(AbortReason())
         return error
 
-    assert on_ranks(3, call) == [None] * 3
+    assert on_ranks(call) == [None] * 3
 
 
 def test_the_time_limit_names_who_is_missing() -> None:
     """When ranks do not come to a new call the error names exactly those, and the call."""
-    errors = on_ranks(3, lambda rank: rank.call("allreduce") if rank.rank == 0 else None, timeout_s=0.02)
+    errors = on_ranks(lambda rank: rank.call("allreduce") if rank.rank == 0 else None, timeout_s=0.02)
     assert isinstance(errors[0], CollectiveTimeoutError)
     assert "ranks [1, 2]" in str(errors[0])
     assert "allreduce" in str(errors[0])
@@ -156,7 +157,7 @@ def test_ranks_resume_at_one_number() -> None:
         rank.agreement.resume(3)
         return rank.call("together") or rank.call("a") or rank.call("again")
 
-    assert on_ranks(3, call, patience_s=math.inf) == [None] * 3
+    assert on_ranks(call, patience_s=math.inf) == [None] * 3
 
 
 def test_what_a_peer_announces_before_a_rank_resumes_is_not_lost() -> None:
@@ -169,7 +170,7 @@ def test_what_a_peer_announces_before_a_rank_resumes_is_not_lost() -> None:
         rank.agreement.resume(1)
         return rank.call("next")
 
-    assert on_ranks(3, call) == [None] * 3
+    assert on_ranks(call) == [None] * 3
 
 
 def test_impatience_is_a_matter_of_time() -> None:

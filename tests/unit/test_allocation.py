@@ -14,7 +14,6 @@ from ringreduce.launcher.schedulers import Allocation
 def granted(environ: dict[str, str], library: str = "") -> tuple[str, dict[str, int]]:
     """Return the name of the scheduler that the variables speak of, and the slots by host."""
     found = Allocation.find(environ, library)
-    assert found is not None
     return found.scheduler.name, found.slots
 
 
@@ -112,9 +111,8 @@ def test_a_file_of_hosts_goes_before_a_scheduler(tmp_path: Path, variable: str, 
     assert granted(environ, library) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 1})
     environ["OMPI_MCA_orte_set_default_slots"] = "4"
     assert granted(environ, library) == ("a hostfile of the environment", {"a": 2, "b": 3, "c": 4})
-    found = Allocation.find(environ, library)
-    assert found is not None
-    assert found.describe() == f"a hostfile of the environment, from {variable}: a:2,b:3,c:4"
+    described = Allocation.find(environ, library).describe()
+    assert described == f"a hostfile of the environment, from {variable}: a:2,b:3,c:4"
     file.write_text("a slots=many\n")
     with pytest.raises(ConfigError, match=variable):
         Allocation.find(environ, library)

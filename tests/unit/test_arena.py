@@ -31,6 +31,10 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
 def span(block: Block) -> tuple[int, int, int]:
     segment, offset = segment_and_offset(block.place)
     return segment, offset, offset + block.memory.nbytes
@@ -238,7 +242,7 @@ def test_arena_survives_arrays_that_die_at_any_time() -> None:
                 gc.collect()
             for each in live:
                 assert (each == each[0]).all()
-            spans = sorted((each.__array_interface__["data"][0], each.nbytes) for each in live)
+            spans = sorted((address(each), each.nbytes) for each in live)
             assert all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans))
     finally:
         stop.set()
@@ -253,9 +257,9 @@ def test_arena_gives_free_memory_back_when_it_grows(shared: bool) -> None:
     for number in range(10):
         array = arena.array((70 + number) << 20)
         array[::4096] = 1
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if number == 0 else resident
+        resident = resident_nbytes() if number == 0 else resident
         del array
-    assert int(Path("/proc/self/statm").read_text().split()[1]) * 4096 < resident + (200 << 20)
+    assert resident_nbytes() < resident + (200 << 20)
     arena.segments.close()
 
 
@@ -283,10 +287,6 @@ def test_what_a_forked_process_writes_is_its_own(shared: bool) -> None:
     for end in (*written, *read):
         os.close(end)
     segments.close()
-
-
-def resident_nbytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 def test_results_are_private_beyond_their_limit() -> None:

@@ -53,12 +53,6 @@ def test_other_arguments_that_are_no_whole_numbers(call: Callable[[rr.Communicat
     assert re.search(message, str(error))
 
 
-def test_shapes_may_be_numbers_of_any_library() -> None:
-    """What counts as an index counts as a length."""
-    assert run_ranks(1, lambda each: each.empty((np.int64(2), np.uint8(3))).shape) == [(2, 3)]
-    assert run_ranks(1, lambda each: each.empty(np.int64(2)).shape) == [(2,)]
-
-
 def test_what_numbers_are() -> None:
     """Whole numbers come as Python's; others are floats, 1 if none is given."""
     assert type(whole_number("it", np.int8(3))) is int

@@ -7,7 +7,6 @@ import hmac
 import json
 import re
 import sys
-import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from ringreduce.audit.chain import ChainedFile, examine, is_signed
 from ringreduce.audit.run_record import AuditRecord
 from ringreduce.common.keys import Secret
+from ringreduce.testing import run_threads
 
 
 def written(path: Path) -> bytes:
@@ -41,12 +41,16 @@ LINES = RECORD.splitlines(keepends=True)
 ENTRY = {name: value for name, value in json.loads(LINES[0]).items() if name not in ("line", "before", "hash")}
 
 
+def hashed(body: bytes) -> bytes:
+    """Return a line with the hash that is right for it, as the documentation says; ``body`` is what comes before."""
+    return body + b', "hash": "' + hashlib.sha256(body + b"}").hexdigest().encode() + b'"}\n'
+
+
 def rehashed(line: bytes, /, **changes: Any) -> bytes:
-    """Return a line with other entries, and the hash that is right for it, as the documentation says."""
+    """Return a line with other entries."""
     said = {**json.loads(line), **changes}
     del said["hash"]
-    body = json.dumps(said).encode()
-    return body[:-1] + b', "hash": "' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+    return hashed(json.dumps(said).encode().removesuffix(b"}"))
 
 
 def test_a_record_is_a_chain_that_other_programs_can_check() -> None:
@@ -54,7 +58,6 @@ def test_a_record_is_a_chain_that_other_programs_can_check() -> None:
     before = b""
     for number, line in enumerate(LINES, 1):
         found = re.fullmatch(rb'(\{"line": (\d+), "before": "(\w*)", .*), "hash": "(\w+)"\}\n', line)
-        assert found is not None
         assert (int(found[2]), found[3]) == (number, before)
         before = hashlib.sha256(found[1] + b"}").hexdigest().encode()
         assert found[4] == before
@@ -197,11 +200,7 @@ def test_lines_of_several_writers_are_one_chain(tmp_path: Path) -> None:
         for number in range(20):
             record.append("mine", {"of": [rank, number], "text": "x" * 20_000 * (number % 5)})
 
-    writers = [threading.Thread(target=write, args=(rank,)) for rank in range(4)]
-    for each in writers:
-        each.start()
-    for each in writers:
-        each.join()
+    run_threads(4, write)
     found = examine(path.read_bytes())
     assert found.wrong is None
     said = [tuple(each["facts"]["of"]) for each in found.lines]
@@ -257,7 +256,6 @@ def test_each_line_is_signed_as_the_documentation_says(tmp_path: Path) -> None:
     assert len(data.splitlines()) == 4
     for line in data.splitlines():
         found = re.fullmatch(rb'(\{.*), "signature": "(\w{64})", "hash": "\w{64}"\}', line)
-        assert found is not None
         assert hmac.digest(derived, found[1] + b"}", "sha256").hex() == found[2].decode()
     examined = examine(data)
     assert (examined.wrong, [is_signed(line, KEY) for line in examined.lines]) == (None, [True] * 4)
@@ -299,18 +297,16 @@ def test_an_entry_that_is_there_twice_is_a_wrong_line(tmp_path: Path, inside: by
     name = inside.partition(b":")[0]
     lie = name + b': "a lie"'
     for twice in (lie + b", " + inside, inside + b", " + lie, inside + b", " + inside):
-        body = lines[at].replace(inside, twice, 1).rpartition(b', "hash"')[0]
-        changed = body + b', "hash": "' + hashlib.sha256(body + b"}").hexdigest().encode() + b'"}\n'
+        changed = hashed(lines[at].replace(inside, twice, 1).rpartition(b', "hash"')[0])
         found = examine(b"".join([*lines[:at], changed]))
         assert (found.wrong, len(found.lines)) == (at + 1, at)
 
 
 def test_the_bytes_are_signed_and_not_what_they_say(tmp_path: Path) -> None:
     """Other blanks, or another way to write a letter, are another line."""
-    lines = signed(tmp_path / "audit").splitlines()
+    lines = signed(tmp_path / "audit").splitlines(keepends=True)
     for old, new in ((b'"facts": ', b'"facts":  '), (b'"event"', rb'"\u0065vent"')):
-        body = lines[-1].replace(old, new, 1).rpartition(b', "hash"')[0]
-        last = body + b', "hash": "' + hashlib.sha256(body + b"}").hexdigest().encode() + b'"}'
-        found = examine(b"\n".join([*lines[:-1], last]))
+        last = hashed(lines[-1].replace(old, new, 1).rpartition(b', "hash"')[0])
+        found = examine(b"".join([*lines[:-1], last]))
         assert found.wrong is None
         assert [is_signed(line, KEY) for line in found.lines] == [True, True, True, False]

@@ -23,7 +23,8 @@ from ringreduce.elastic import CommitStore
 BEGIN: dict[str, Any] = {
     "command": ["/opt/venv/bin/python3", "train.py", "--name", "a b"],
     "versions": {"ringreduce": "0.1.0", "Python": "3.11.4", "numpy": "2.1.0"},
-    "settings": {"timeout_s": 30.0, "check_weights_every": 100, "check_data": False, "report": "/r.json"},
+    "settings": {"timeout_s": 30.0, "check_weights_every": 100, "check_data": False, "report": "/r.json"}
+    | {"status_address": ["127.0.0.1", 19417], "status_token_file": "/t", "verdict": True, "watchdog_s": 60.0},
     "size": 4,
     "hosts": {"one": [0, 1], "two": [2, 3]},
     "restart": 1,

@@ -233,12 +233,8 @@ def test_between_sizes_the_larger_ones_winner_is_next():
     """Where the smaller size's winner is beaten, that of the larger size stays if it is close to the fastest."""
     found = table({"ring": 10, "direct": 30, "mpi": 29.6}, {"ring": 90, "direct": 10, "mpi": 10.1})
     assert found.choose(1 << 13).algorithm == "direct"
-    assert (
-        table({"ring": 10, "direct": 30, "mpi": 29.6}, {"ring": 90, "direct": 10.1, "mpi": 10})
-        .choose(1 << 13)
-        .algorithm
-        == "mpi"
-    )
+    found = table({"ring": 10, "direct": 30, "mpi": 29.6}, {"ring": 90, "direct": 10.1, "mpi": 10})
+    assert found.choose(1 << 13).algorithm == "mpi"
 
 
 def test_explain_is_one_line():
@@ -283,13 +279,8 @@ def test_another_machine_is_another_key(change: dict[str, object]):
 FULL = replace(table({"ring": 10, "mpi": 30.123}, {"ring": 1 / 3, "direct": 1e7}), busy_cores=0.37)
 
 
-def test_json_keeps_everything():
-    """What was written is read, to the last bit."""
-    assert Table.from_json(FULL.to_json()) == FULL
-
-
 def test_files_keep_everything(tmp_path: Path):
-    """Folders are made, an older file gives way, and nothing else is left behind."""
+    """To the last bit; folders are made, an older file gives way, and nothing else is left behind."""
     path = tmp_path / "a" / "b" / KEY.file_name
     table({"ring": 10}).save(path)
     FULL.save(path)

@@ -10,6 +10,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+from doubles import Faulty
 
 from ringreduce.bench import bench
 from ringreduce.bench.bounds import HostBounds, traffic
@@ -25,7 +26,7 @@ from ringreduce.bench.measure import (
     warmup_for,
 )
 from ringreduce.bench.results import Report, Settings
-from ringreduce.cli.commands import ProgressLine
+from ringreduce.cli.progress_bar import ProgressLine
 from ringreduce.common.errors import ConfigError
 from ringreduce.common.quantities import format_nbytes, plural
 from ringreduce.common.reduce_ops import MAX
@@ -444,28 +445,6 @@ def test_the_part_that_is_hidden(times: tuple[float, float, float], part: float 
 
 
 FAST = {"min_nbytes": 8, "max_nbytes": 512, "step_factor": 8, "iterations": 2, "warmup": 0}
-
-
-class Faulty:
-    """A communicator that adds one to the first element of what ``collective`` returns on ``rank``."""
-
-    def __init__(self, communicator, collective: str, rank: int) -> None:
-        self._communicator = communicator
-        self._collective = collective
-        self._at = rank
-
-    def __getattr__(self, name: str):
-        value = getattr(self._communicator, name)
-        if name != self._collective or self._communicator.rank != self._at:
-            return value
-
-        def call(array, *arguments, **options):
-            result = value(array, *arguments, **options)
-            if array.dtype == np.float32:  # not the times and counts of the benchmark itself
-                result.reshape(-1)[0] += 1
-            return result
-
-        return call
 
 
 def run(

@@ -16,13 +16,14 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from doubles import Faulty
 
 import ringreduce
 import ringreduce.testing
 from ringreduce.bench.cases import COLLECTIVES, Case
 from ringreduce.bench.formats import CsvWriter, JsonWriter, NcclWriter, ShortWriter, to_json
 from ringreduce.bench.measure import Summary
-from ringreduce.bench.plots import curves, page, save
+from ringreduce.bench.plots import curves, figure, page, write
 from ringreduce.bench.results import CaseBound, Machine, Report, Result, Row, Settings
 from ringreduce.cli import main
 
@@ -34,22 +35,6 @@ def _no_world_left():
     """Every command leaves as it came: without a world."""
     yield
     ringreduce.shutdown()
-
-
-class OffByOne:
-    """A communicator whose allreduce of float32 is wrong in one element."""
-
-    def __init__(self, communicator) -> None:
-        self._communicator = communicator
-
-    def __getattr__(self, name: str):
-        return getattr(self._communicator, name)
-
-    def allreduce(self, array, *arguments, **options):
-        result = self._communicator.allreduce(array, *arguments, **options)
-        if array.dtype == "float32":
-            result[-1] += 1
-        return result
 
 
 def invoke(*arguments: str) -> click.testing.Result:
@@ -99,7 +84,7 @@ def test_bench_writes_json(tmp_path):
 def test_wrong_elements_make_the_exit_status_1(monkeypatch):
     """A job whose results are wrong fails, after it has shown the table."""
     ringreduce.init()
-    world = OffByOne(ringreduce.world())
+    world = Faulty(ringreduce.world(), "allreduce", 0)
     monkeypatch.setattr(ringreduce, "world", lambda: world)
     result = invoke("bench", "allreduce", "-b", "1K", "-e", "1K", *FAST)
     assert result.exit_code == 1
@@ -176,7 +161,6 @@ def test_no_option_is_without_help():
     context = click.Context(main)
     for name in main.list_commands(context):
         command = main.get_command(context, name)
-        assert command is not None
         for parameter in command.params:
             assert not isinstance(parameter, click.Option) or parameter.help, parameter.name
 
@@ -211,8 +195,8 @@ def row(collective: str = "allreduce", nbytes: int = 8, nwrong: int | None = 0) 
     return Row(outer, inner)
 
 
-def report(*rows: Row, settings: Settings = SETTINGS) -> Report:
-    return Report(settings, MACHINE, rows, (CaseBound(64 << 20, 5000.0, "negate"),))
+def report(*rows: Row) -> Report:
+    return Report(SETTINGS, MACHINE, rows, (CaseBound(64 << 20, 5000.0, "negate"),))
 
 
 def test_one_core_is_one():
@@ -436,7 +420,7 @@ def test_several_types_or_algorithms_have_a_curve_each():
 def test_a_picture_is_written(tmp_path: Path, suffix: str):
     """In the format that its name asks for, and something is on it."""
     path = tmp_path / f"curves.{suffix}"
-    save(drawn(*(point(size, 5.0 + size / 1e4) for size in SIZES)), str(path))
+    write(figure(drawn(*(point(size, 5.0 + size / 1e4) for size in SIZES))), str(path))
     content = path.read_bytes()
     if suffix == "png":
         image = pytest.importorskip("PIL.Image").open(path)

@@ -241,25 +241,18 @@ def test_the_time_limit_names_who_is_missing_and_in_what() -> None:
 def test_counting_on_together_after_a_call_that_not_all_came_to() -> None:
     """Members that resume at the furthest count of any meet again, though one of them had gone a call ahead."""
 
-    def call(board: Board) -> bool:
+    def call(board: Board) -> None:
         if board.index == 0:
+            board.waiter.timeout_s = 0.01
             assert isinstance(caught(arrive, board, "alone"), CollectiveTimeoutError)
-        return board.number == (board.index == 0)
-
-    def again(board: Board) -> None:
+            board.waiter.timeout_s = 20.0
+        assert board.number == (board.index == 0)
+        board.resume(1, 0)
         for _ in range(3):
             arrive(board, "together")
             board.barrier("together")
 
-    def both(board: Board) -> None:
-        waiter = board.waiter
-        waiter.timeout_s = 0.01 if board.index == 0 else 20.0
-        assert call(board)
-        waiter.timeout_s = 20.0
-        board.resume(1, 0)
-        again(board)
-
-    on_boards(2, both)
+    on_boards(2, call)
 
 
 def test_signature_hashes_are_stable_numbers() -> None:

@@ -25,8 +25,6 @@ def test_looks_follow_each_other_soon_until_all_ranks_were_seen() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
     chains = Chains(process.pid, None, print, patience=10.0, has_mpirun=False, ranks=2)
     try:
         for rank in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +17,7 @@ from ringreduce.collectives.compressed import best_codec
 from ringreduce.common.config import Config
 from ringreduce.native.cache import loops
 from ringreduce.native.library import CODECS as LOOPS
+from ringreduce.testing import run_threads
 
 SCALED = {"fp8": 448, "int8": 127, "int4": 7}
 
@@ -298,12 +298,11 @@ def test_threads_share_a_codec(codec: Codec, rng: np.random.Generator) -> None:
     arrays = [rng.standard_normal(SEVERAL_PIECES, np.float32) * 10.0**exponent for exponent in range(4)]
     start = threading.Barrier(len(arrays))
 
-    def work(values: np.ndarray) -> list[np.ndarray]:
+    def work(number: int) -> list[np.ndarray]:
         start.wait()
-        return [passed(codec, values) for _ in range(3)]
+        return [passed(codec, arrays[number]) for _ in range(3)]
 
-    with ThreadPoolExecutor(len(arrays)) as pool:
-        together = list(pool.map(work, arrays))
+    together = run_threads(len(arrays), work)
     for values, results in zip(arrays, together, strict=True):
         for result in results:
             np.testing.assert_array_equal(result, passed(codec, values))

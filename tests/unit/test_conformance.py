@@ -1,5 +1,6 @@
 """The conformance suites on ranks that are threads: shared memory, messages, and both."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,34 +18,23 @@ from ringreduce.transport.memory import MemoryWorld
 from ringreduce.transport.messages import Messages
 
 
+def as_sent(messages: Messages) -> Messages:
+    return messages
+
+
+@pytest.mark.parametrize("wrap", [as_sent, checked])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_memory_messages_conform(size: int) -> None:
-    """Threads exchange messages and notes as every transport must."""
+def test_memory_messages_conform(size: int, wrap: Callable[[Messages], Messages]) -> None:
+    """Threads exchange messages and notes as every transport must, also with a checksum behind each message."""
     world = MemoryWorld(size)
-    run_threads(size, lambda rank: check_messages(world.messages(rank)), on_error=world.meeting.abort)
+    run_threads(size, lambda rank: check_messages(wrap(world.messages(rank))), on_error=world.meeting.abort)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_checked_messages_conform(size: int) -> None:
-    """A checksum behind each message changes nothing about messages that arrive as they were sent."""
-    world = MemoryWorld(size)
-    run_threads(size, lambda rank: check_messages(checked(world.messages(rank))), on_error=world.meeting.abort)
-
-
-@pytest.mark.parametrize(("size", "node_size"), [(3, None), (5, 2)])
-def test_collectives_conform(size: int, node_size: int | None) -> None:
+@pytest.mark.parametrize(("size", "node_size", "wrap"), [(3, None, as_sent), (5, 2, as_sent), (3, 1, checked)])
+def test_collectives_conform(size: int, node_size: int | None, wrap: Callable[[Messages], Messages]) -> None:
     """Every collective, algorithm, dtype and op gives the known answer, also where tests/parallel has too few ranks."""
-
-    def check(communicator: Communicator) -> None:
-        check_collectives(communicator)
-
-    run_ranks(size, check, node_size=node_size, config=Config(timeout_s=30.0, segment_nbytes=64 << 10))
-
-
-def test_collectives_with_checked_messages_conform() -> None:
-    """Every collective gives the known answer where each message is checked."""
     config = Config(timeout_s=30.0, segment_nbytes=64 << 10)
-    run_ranks(3, check_collectives, node_size=1, config=config, wrap=checked)
+    run_ranks(size, check_collectives, node_size=node_size, config=config, wrap=wrap)
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 5])

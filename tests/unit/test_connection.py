@@ -17,14 +17,14 @@ TOKEN = "0123456789abcdef"
 
 
 @contextmanager
-def two_ends(token: str = TOKEN) -> Iterator[tuple[HostConnection, HostConnection, socket.socket, socket.socket]]:
+def two_ends() -> Iterator[tuple[HostConnection, HostConnection, socket.socket, socket.socket]]:
     """Yield the end that asks, the end that answers, and their sockets."""
     ours, theirs = socket.socketpair()
     answering: list[HostConnection] = []
     with ours, theirs:
         thread = threading.Thread(target=lambda: answering.append(HostConnection(theirs, TOKEN, answers=True)))
         thread.start()
-        asking = HostConnection(ours, token, answers=False)
+        asking = HostConnection(ours, TOKEN, answers=False)
         thread.join(30)
         yield asking, answering[0], ours, theirs
 

@@ -231,23 +231,12 @@ def test_the_messages_of_errors_are_those_of_the_code() -> None:
     assert [each for each in quoted if each not in known] == []
 
 
-def test_the_pictures_show_the_figures_of_the_page() -> None:
-    """docs/site/speed.py draws docs/steps.svg, speed.svg, local.svg and quorum.svg."""
-    command = [sys.executable, str(ROOT / "docs" / "site" / "speed.py"), "--check"]
-    assert subprocess.run(command, timeout=30, check=False).returncode == 0
-
-
-def test_the_picture_of_the_ring_is_that_of_the_code() -> None:
-    """docs/ring.svg is what docs/site/drawings.py draws of the schedule; run it after a change of the ring."""
-    command = [sys.executable, str(ROOT / "docs" / "site" / "drawings.py"), "--check"]
-    assert subprocess.run(command, timeout=30, check=False).returncode == 0
-
-
-def test_generated_tables_are_up_to_date() -> None:
-    """Pages have what scripts/doc_tables writes; run it after a change of an algorithm, a setting or a refusal."""
-    command = [sys.executable, str(ROOT / "scripts" / "doc_tables"), "--check"]
+@pytest.mark.parametrize("script", ["docs/site/speed.py", "docs/site/drawings.py", "scripts/doc_tables"])
+def test_what_is_generated_is_up_to_date(script: str) -> None:
+    """The pictures of figures in docs/, docs/ring.svg, and tables: run the script after a change of what it shows."""
+    command = [sys.executable, str(ROOT / script), "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert checked.returncode == 0, f"run scripts/doc_tables:\n{checked.stdout}{checked.stderr}"
+    assert checked.returncode == 0, f"run {script}:\n{checked.stdout}{checked.stderr}"
 
 
 def test_advice_is_for_packages_that_an_index_has() -> None:

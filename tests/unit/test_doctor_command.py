@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,17 +188,6 @@ GPUS = [
 ]
 
 
-@pytest.mark.parametrize(("topic", "changes", "level", "value", "remedy"), [*ALONE, *GPUS])
-def test_what_is_found_alone(topic: str, changes: dict[str, object], level: str, value: str, remedy: str):
-    """Each fact of one process leads to its finding, and whatever is not ok comes with what to do."""
-    found = finding([replace(SOUND, **changes)], topic)
-    assert found is not None
-    assert found.level == level
-    assert value in found.value
-    assert remedy in found.remedy
-    assert bool(found.remedy) == (level != "ok")
-
-
 ONE_CORE = {"core_numbers": (0,)}
 JOBS = [
     ("nodes", job({}, {}, {}), "ok", "a: ranks 0-2", ""),
@@ -266,11 +256,16 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize(("topic", "ranks", "level", "value", "remedy"), JOBS)
-def test_what_is_found_in_a_job(topic: str, ranks: list[Facts], level: str, value: str, remedy: str):
-    """What the ranks are together leads to findings too, and those name the ranks that differ."""
+@pytest.mark.parametrize(
+    ("topic", "ranks", "level", "value", "remedy"),
+    [*((topic, [replace(SOUND, **changes)], *found) for topic, changes, *found in [*ALONE, *GPUS]), *JOBS],
+)
+def test_what_is_found(topic: str, ranks: list[Facts], level: str, value: str, remedy: str):
+    """Each fact of one process leads to its finding, and whatever is not ok comes with what to do.
+
+    What the ranks are together leads to findings too, and those name the ranks that differ.
+    """
     found = finding(ranks, topic)
-    assert found is not None
     assert (found.level, bool(found.remedy)) == (level, level != "ok")
     assert value in found.value
     assert remedy in found.remedy
@@ -432,18 +427,22 @@ def test_the_launcher_of_the_library_counts_and_not_the_path(tmp_path: Path, mon
         assert (found.mpirun, found.no_mpirun) == (usual.mpirun, "")
 
 
-def test_the_command_alone(monkeypatch: pytest.MonkeyPatch):
-    """Text and JSON say the same; the exit status is 1 if and only if there is a problem."""
+@pytest.fixture
+def sound(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with which nothing is wrong; there is no world afterwards."""
     monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
     monkeypatch.setattr(doctor, "ask", lambda packages: {"torch": Binding(count=9)})
-    try:
-        report = CliRunner().invoke(reports.doctor, ["--json"], standalone_mode=False)
-        assert report.exception is None
-        assert report.return_value == 0
-        document = json.loads(report.output)
-        text = CliRunner().invoke(reports.doctor, [], standalone_mode=False).output
-    finally:
-        ringreduce.shutdown()
+    yield
+    ringreduce.shutdown()
+
+
+def test_the_command_alone(sound: None):
+    """Text and JSON say the same; the exit status is 1 if and only if there is a problem."""
+    report = CliRunner().invoke(reports.doctor, ["--json"], standalone_mode=False)
+    assert report.exception is None
+    assert report.return_value == 0
+    document = json.loads(report.output)
+    text = CliRunner().invoke(reports.doctor, [], standalone_mode=False).output
     for each in document["findings"]:
         assert f"{each['topic']} " in text
         assert each["value"] in text
@@ -451,24 +450,17 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch):
     assert text.endswith("No problems.\n")
 
 
-def test_a_folder_of_tables_that_cannot_be_looked_into_is_no_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_of_tables_that_cannot_be_looked_into_is_no_error(sound: None, monkeypatch: pytest.MonkeyPatch):
     """There is no table there, then."""
     monkeypatch.setenv("RINGREDUCE_TUNING", 300 * "x")  # a name too long for file systems
-    monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
-    monkeypatch.setattr(doctor, "ask", lambda packages: {"torch": Binding(count=9)})
-    try:
-        report = CliRunner().invoke(reports.doctor, ["--json"], standalone_mode=False)
-        assert report.exception is None
-        assert json.loads(report.output)["ranks"][0]["world"]["tuned"] is False
-    finally:
-        ringreduce.shutdown()
+    report = CliRunner().invoke(reports.doctor, ["--json"], standalone_mode=False)
+    assert report.exception is None
+    assert json.loads(report.output)["ranks"][0]["world"]["tuned"] is False
 
 
-def test_the_command_reports_what_keeps_the_world_from_starting(monkeypatch: pytest.MonkeyPatch):
+def test_the_command_reports_what_keeps_the_world_from_starting(sound: None, monkeypatch: pytest.MonkeyPatch):
     """A wrong setting is a finding with exit status 1, not an error of the command."""
     monkeypatch.setenv("RINGREDUCE_TIMEOUT", "soon")
-    monkeypatch.setattr(doctor, "collect", lambda world, rank, foreign: replace(SOUND, world=world))
-    monkeypatch.setattr(doctor, "ask", lambda packages: {"torch": Binding(count=9)})
     report = CliRunner().invoke(reports.doctor, [], standalone_mode=False)
     assert report.exception is None
     assert report.return_value == 1

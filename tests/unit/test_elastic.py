@@ -48,6 +48,12 @@ class Disk:
         """All is written."""
 
 
+class Kept(Recorded):
+    """A state that another job would find."""
+
+    _disk: Any = Disk()
+
+
 def test_a_state_goes_back_to_what_was_committed() -> None:
     """Values are copied when they are committed, and again when they are restored, however deep a change is."""
     state = ObjectState(epoch=1, history=[[1]])
@@ -140,10 +146,6 @@ def test_ranks_do_not_begin_again_past_the_limit(
     """A death may have used up what was left when the launcher asked."""
     monkeypatch.setenv("RINGREDUCE_RESET_LIMIT", "1")
     monkeypatch.setattr("ringreduce.runtime.recoveries", lambda: recoveries)
-
-    class Kept(Recorded):
-        _disk: Any = Disk()
-
     rr.init()
     try:
         monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
@@ -173,10 +175,6 @@ def test_a_training_that_cannot_end_the_program_goes_on(
     """On another thread, where only that would end, and the program go on as if the training were done."""
     monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
     monkeypatch.setenv("RINGREDUCE_SHELL", str(os.getppid()))
-
-    class Kept(Recorded):
-        _disk: Any = Disk()
-
     state = Kept()
 
     def train() -> None:
@@ -196,9 +194,7 @@ def test_a_state_that_cannot_be_kept_after_all_goes_on(world: None, monkeypatch:
     """With a disk that is full, for instance: the function is called again, and no rank ends."""
     monkeypatch.setenv("RINGREDUCE_RESTARTABLE", "1")
 
-    class Full(Recorded):
-        _disk: Any = Disk()
-
+    class Full(Kept):
         def _keep_for_next_job(self) -> bool:
             self.log.append("full")
             return False
@@ -224,19 +220,17 @@ def test_ranks_end_well_once_another_job_can_begin(
     monkeypatch.setenv("RINGREDUCE_MESSAGES", str(tmp_path))
     monkeypatch.setenv("RINGREDUCE_SHELL", str(os.getppid()))
 
-    class Kept(Recorded):
-        _disk: Any = Disk()
-
+    class Written(Kept):
         def _keep_for_next_job(self) -> bool:
             return True
 
     @run
-    def train(state: Kept) -> None:
+    def train(state: Written) -> None:
         state.on_hosts_updated(0.0, 2)
         state.commit()
 
     with pytest.raises(SystemExit) as ends:
-        train(Kept())
+        train(Written())
     assert not ends.value.code
     assert not rr.is_initialized()
     assert messages.read() == [Mark("begins again", 0, os.uname().nodename)]

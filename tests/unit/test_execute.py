@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from doubles import RecordingMessages
@@ -164,13 +162,9 @@ def test_requests_are_given_back() -> None:
             self._inner.free(requests)
 
     messages = Counting(MemoryWorld(3).messages(0))
-    make: Callable[[str], BoundSchedule] = lambda name: BoundSchedule(  # noqa: E731
-        schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1)),
-        segments_of_buffer(30, schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1)).nblocks, 2),
-        BlockMemory(np.ones(30, np.float32)),
-        kernels_for(FLOAT32, SUM, 3),
-        Link(0, Waiter(1.0), "test", messages),
-    )
+    memory, kernels = BlockMemory(np.ones(30, np.float32)), kernels_for(FLOAT32, SUM, 3)
     for name in MESSAGE_ALGORITHMS:
-        make(name).close()
+        schedule = schedule_for(Collective.ALLREDUCE, name, 0, Topology.uniform(3, 1))
+        segments = segments_of_buffer(30, schedule.nblocks, 2)
+        BoundSchedule(schedule, segments, memory, kernels, Link(0, Waiter(1.0), "test", messages)).close()
     assert messages.described == messages.freed > 0

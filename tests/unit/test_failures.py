@@ -14,6 +14,7 @@ ENDING = f"ringreduce: rank 1 of 2 failed; ending the job\n{TRACEBACK}"
 LOST = "ringreduce: rank 0 of 2 ends: rank 1 is lost: it failed: KeyError: 'why'"
 CHAIN = f"{TRACEBACK}\n\nDuring handling of the above exception, another exception occurred:\n\n{TRACEBACK}"
 SYNTAX = "  File \"/t.py\", line 3\n    x = (\n        ^\nSyntaxError: '(' was never closed"
+BOX = "prterun has exited due to process rank 1 with PID 7 on node vm exiting\nimproperly. There are three reasons"
 MISSING = "/my env/bin/python3.11: can't open file '/t.py': [Errno 2] No such file or directory"
 
 
@@ -37,10 +38,9 @@ def test_the_rank_that_failed_is_named(text: str, rank: int | None) -> None:
 
 def test_a_rank_that_has_ended_with_status_0_is_none_that_failed() -> None:
     """Mpirun names it as having exited improperly; unless a rank says why it ends the job, or shows a traceback."""
-    box = "prterun has exited due to process rank 1 with PID 7 on node vm exiting\nimproperly. There are three reasons"
-    assert find_unfinished(f"other ends\n{box}") == 1
-    assert find_unfinished(f"{TRACEBACK}\n{box}") is None
-    assert find_unfinished(f"{ENDING}\n{box}") is None
+    assert find_unfinished(f"other ends\n{BOX}") == 1
+    assert find_unfinished(f"{TRACEBACK}\n{BOX}") is None
+    assert find_unfinished(f"{ENDING}\n{BOX}") is None
     assert find_unfinished("prterun has exited due to process rank 1 with PID 7 on node vm exited on signal 9") is None
 
 
@@ -54,7 +54,6 @@ def test_a_program_that_imports_horovod_is_seen() -> None:
     assert list(sentences(text, 1, None, {})) == []
 
 
-BOX = "prterun has exited due to process rank 1 with PID 7 on node vm exiting\nimproperly. There are three reasons"
 BY_SIGNAL = "prterun noticed that process rank 1 with PID 7 on node vm exited on\nsignal {}"
 
 

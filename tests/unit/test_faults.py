@@ -18,16 +18,11 @@ from ringreduce.transport.messages import Messages
 
 T = TypeVar("T")
 COUNT = 30_000
-CALLS = {
-    "allreduce": lambda communicator: communicator.allreduce(np.ones(COUNT, np.float32)),
-    "reduce": lambda communicator: communicator.reduce(np.ones(COUNT, np.float32)),
-    "reduce_scatter": lambda communicator: communicator.reduce_scatter(np.ones(COUNT, np.float32)),
-    "allgather": lambda communicator: communicator.allgather(np.ones(COUNT, np.float32)),
-    "broadcast": lambda communicator: communicator.broadcast(np.ones(COUNT, np.float32)),
-    "alltoall": lambda communicator: communicator.alltoall(np.ones(COUNT, np.float32)),
-    "gather": lambda communicator: communicator.gather(np.ones(COUNT, np.float32)),
-    "scatter": lambda communicator: communicator.scatter(np.ones(COUNT, np.float32)),
-}
+NAMES = ["allreduce", "reduce", "reduce_scatter", "allgather", "broadcast", "alltoall", "gather", "scatter"]
+
+
+def call(communicator: rr.Communicator, name: str) -> object:
+    return getattr(communicator, name)(np.ones(COUNT, np.float32))
 
 
 def failing(rank: int, after: int, *, silently: bool = False):
@@ -54,12 +49,12 @@ def staying(size: int, function: Callable[[rr.Communicator], T]) -> Callable[[rr
 
 def call_and_go_on(communicator: rr.Communicator, name: str) -> tuple[Exception | None, list[Exception | None]]:
     """Call a collective, then all of them, and a barrier."""
-    first = caught(CALLS[name], communicator)
-    return first, [caught(call, communicator) for call in (*CALLS.values(), lambda each: each.barrier())]
+    first = caught(call, communicator, name)
+    return first, [*(caught(call, communicator, each) for each in NAMES), caught(communicator.barrier)]
 
 
 @pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_failure_is_typed_and_the_last(name: str, after: int) -> None:
     """The rank whose transport fails gets its TransportError, and so does whoever calls anything after a failure."""
     results = run_ranks(
@@ -85,7 +80,7 @@ def test_lost_messages_end_in_a_timeout(node_size: int) -> None:
     """When messages vanish every rank gets a time-out, which names the call and the ranks it waited for."""
     results = run_ranks(
         4,
-        staying(4, lambda communicator: caught(communicator.allreduce, np.ones(COUNT, np.float32))),
+        staying(4, lambda communicator: caught(call, communicator, "allreduce")),
         node_size=node_size,
         config=Config(timeout_s=1.5, segment_nbytes=8192),
         wrap=failing(1, 0, silently=True),

@@ -73,11 +73,6 @@ class HostPlace(OnGpu):
         return self._tools.empty(nbytes)
 
 
-def settings(collective: str, **others: Any) -> Settings:
-    fast = {"min_nbytes": 64, "max_nbytes": 4096, "step_factor": 64, "iterations": 2, "warmup": 0, "device": "cuda"}
-    return Settings(collective, **{**fast, **others})
-
-
 @pytest.mark.parametrize(
     ("collective", "path", "algorithm", "ran"),
     [
@@ -96,7 +91,9 @@ def test_the_benchmark_verifies_results_on_a_gpu(
     printed: list[str] = []
 
     def work(world: rr.Communicator, driver: HostDriver) -> Report:
-        wanted = settings(collective, types=("float", "bfloat16"), ops=("sum", "avg"), algorithm=algorithm)
+        fast = {"min_nbytes": 64, "max_nbytes": 4096, "step_factor": 64, "iterations": 2, "warmup": 0}
+        kinds = {"types": ("float", "bfloat16"), "ops": ("sum", "avg"), "device": "cuda"}
+        wanted = Settings(collective, algorithm=algorithm, **fast, **kinds)
         return bench.run(world, wanted, printed.append, HostPlace(world, HostTools(driver)))
 
     found = run_gpu_ranks(3, work, path=path)[0]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_doubles.driver import HostArray, HostDriver, HostMachine
-from gpu_doubles.ranks import run_gpu_ranks
+from gpu_doubles.ranks import reduced, run_gpu_ranks
 from suites.conformance import assert_close, assert_equal, expected, ops_of, sample
 
 import ringreduce as rr
@@ -93,9 +93,7 @@ def test_every_op(op: ReduceOp, dtype: str, path: str) -> None:
         arrays = [array.real.astype(dtype) for array in arrays]
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        source = driver.put_late(arrays[communicator.rank])
-        communicator.allreduce(source, op, out=source)
-        assert_close(source.get(source.stream), expected(arrays, op))
+        assert_close(reduced(communicator, driver, arrays[communicator.rank], op), expected(arrays, op))
         assert communicator.path_on_device(dtype, op).transport == carried_by(path, dtype, op)
         assert bool(launches(driver)) == (carried_by(path, dtype, op) != "staged")
 
@@ -140,9 +138,7 @@ def test_options_are_those_of_host_memory(how: dict[str, Any], node_size: int | 
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         parts = [sample(rank, 2500, "float32") for rank in range(communicator.size)]
-        array = driver.put_late(parts[communicator.rank])
-        communicator.allreduce(array, out=array, **how)
-        assert_equal(array.get(array.stream), expected(parts, rr.SUM))
+        assert_equal(reduced(communicator, driver, parts[communicator.rank], **how), expected(parts, rr.SUM))
         assert "compression" in how or launches(driver) == []
 
     run_gpu_ranks(2, check, path=path, node_size=node_size)
@@ -179,7 +175,6 @@ def test_operands_may_be_kept() -> None:
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         array = driver.put_late(np.arange(11, dtype=np.float32))
         kept = DeviceOperand.of(array)
-        assert kept is not None
         array.stream = None
         communicator.allreduce(kept, ReduceOp.SUM, out=kept)
         assert communicator.path_on_device("float32").algorithm == "staged"
@@ -221,8 +216,7 @@ def test_an_algorithm_of_the_cpu_for_all_calls_is_explained(path: str) -> None:
     """RINGREDUCE_ALGORITHM=ring reduces the segments, whatever RINGREDUCE_GPU says."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = driver.put_late(np.ones(23, np.float32))
-        communicator.allreduce(array, out=array)
+        reduced(communicator, driver, np.ones(23, np.float32))
         assert launches(driver) == []
         assert f"{SAID}, as ring is asked for by name" in communicator.explain(92, device="cuda")
 
@@ -243,8 +237,7 @@ def test_what_is_asked_for_is_explained(settings: dict[str, str], name: str, cap
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         assert "is known after the first allreduce" in communicator.explain(8, device="cuda")
-        source = driver.put_late(np.ones(2, np.float32))
-        communicator.allreduce(source, out=source)
+        reduced(communicator, driver, np.ones(2, np.float32))
         where = "allreduce of 8 bytes in device memory on 2 ranks on 2 nodes x 1"
         said = f"{where}: {name}, as asked for; what it lacks goes through host memory"
         assert communicator.explain(8, device="cuda") == said
@@ -264,9 +257,7 @@ def test_a_library_that_is_not_aware_is_never_tried(caplog: pytest.LogCaptureFix
         if communicator.rank:
             communicator.gpu.awareness = lambda: devices._awareness(communicator._context)
         for _ in range(2):
-            source = driver.put_late(arrays[communicator.rank])
-            communicator.allreduce(source, out=source)
-            assert_equal(source.get(source.stream), expected(arrays, ReduceOp.SUM))
+            assert_equal(reduced(communicator, driver, arrays[communicator.rank]), expected(arrays, ReduceOp.SUM))
         why = "as CUDA-aware MPI cannot be used: rank 1: the ranks do not talk over MPI"
         assert f"in segments, {why}" in communicator.explain(92, device="cuda")
         assert communicator.path_on_device("float32").transport == "staged"
@@ -301,8 +292,7 @@ def test_a_mismatch_is_seen_before_anything_moves(node_size: int | None, path: s
     """Other shapes of the same count, other counts of which the first segments agree, and host memory, are refused."""
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = driver.put_late(np.ones(4, np.float32))
-        communicator.allreduce(array, out=array)
+        reduced(communicator, driver, np.ones(4, np.float32))
         for mine in ((40, 50), (2000, 1), 2100):
             values = sample(communicator.rank, mine if communicator.rank else (50, 40), "float32")
             array = driver.put_late(values)
@@ -312,9 +302,7 @@ def test_a_mismatch_is_seen_before_anything_moves(node_size: int | None, path: s
             assert_equal(array.get(array.stream), values)
         array = driver.put_late(values) if communicator.rank else values
         assert isinstance(caught(communicator.allreduce, array, out=array), MismatchError)
-        array = driver.put_late(np.ones(2100, np.float32))
-        communicator.allreduce(array, out=array)
-        assert_equal(array.get(array.stream), np.full(2100, 2, np.float32))
+        assert_equal(reduced(communicator, driver, np.ones(2100, np.float32)), np.full(2100, 2, np.float32))
 
     run_gpu_ranks(2, check, path=path, node_size=node_size)
 
@@ -370,18 +358,12 @@ def test_an_error_of_the_gpu_ends_the_communicator(path: str) -> None:
 # ---- staging ----
 
 
-def operand(array: HostArray) -> DeviceOperand:
-    made = DeviceOperand.of(array)
-    assert made is not None
-    return made
-
-
 def test_segments_come_down_and_go_up_while_others_are_reduced() -> None:
     """Four come down before the first is reduced; another one is asked for as soon as one was, and sent up."""
     driver = HostDriver()
     source, target = (driver.put_late(np.zeros(5 * 1024 + 3, np.float32)) for _ in range(2))
     staging = Staging(driver, Arena(PrivateSegments()))
-    given, taken = operand(source), operand(target)
+    given, taken = DeviceOperand.of(source), DeviceOperand.of(target)
     driver.log.clear()
     staging.allreduce(given, taken, lambda part: driver.log.append(f"reduce {part.count}"))
     kinds = {"copy 4096 m": "down", "copy 12 m": "down", "copy 4096 h": "up", "copy 12 h": "up", "reduce": "reduce"}
@@ -410,10 +392,8 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCap
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
         if communicator.rank == 1:
             driver.fail("register")
-        array = driver.put_late(sample(communicator.rank, 3000, "float32"))
-        communicator.allreduce(array, out=array)
-        total = expected([sample(rank, 3000, "float32") for rank in range(2)], rr.SUM)
-        assert_equal(array.get(array.stream), total)
+        parts = [sample(rank, 3000, "float32") for rank in range(2)]
+        assert_equal(reduced(communicator, driver, parts[communicator.rank]), expected(parts, rr.SUM))
 
     run_gpu_ranks(2, check)
     assert "cannot be pinned" in caplog.text
@@ -424,9 +404,9 @@ def test_a_call_need_not_wait_for_the_last_copy_up() -> None:
     driver = HostDriver()
     staging = Staging(driver, Arena(PrivateSegments()))
     first, second = driver.put_late(np.ones(3)), driver.put_late(np.full(3, 2.0))
-    with staging.on_host(operand(first)):
+    with staging.on_host(DeviceOperand.of(first)):
         driver.launch("never", lambda: iter(lambda: None, 0), first.stream or 0)
-    with staging.on_host(operand(second)) as given:
+    with staging.on_host(DeviceOperand.of(second)) as given:
         assert given.view.tolist() == [2.0] * 3
         given.view[:] = 4
     assert len(driver.machine.pending(driver)) > 1
@@ -441,7 +421,7 @@ def mapped(address: int) -> bool:
 
 def lend(staging: Staging, driver: HostDriver, busy: bool = False) -> None:
     """Bring an array down and up, on the default stream, where something may not end."""
-    array = operand(driver.put(np.ones(10, np.float32)))
+    array = DeviceOperand.of(driver.put(np.ones(10, np.float32)))
     with staging.on_host(array):
         if busy:
             driver.launch("never", lambda: iter(lambda: None, 0), 0)
@@ -523,9 +503,7 @@ def test_what_carries_checksums_goes_through_host_memory(caplog: pytest.LogCaptu
     """
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> None:
-        array = driver.put_late(np.ones(5, np.float32))
-        communicator.allreduce(array, out=array)
-        assert array.get(array.stream).tolist() == [2] * 5
+        assert reduced(communicator, driver, np.ones(5, np.float32)).tolist() == [2] * 5
         assert communicator.path_on_device("float32").transport == "staged"
 
     run_gpu_ranks(2, check, node_size=1, config=Config(timeout_s=20.0, gpu="mpi", checksum=True))
@@ -542,9 +520,7 @@ def test_what_is_sealed_goes_through_host_memory(
     """
 
     def check(communicator: rr.Communicator, driver: HostDriver) -> str:
-        array = driver.put_late(np.ones(5, np.float32))
-        communicator.allreduce(array, out=array)
-        assert array.get(array.stream).tolist() == [2] * 5
+        assert reduced(communicator, driver, np.ones(5, np.float32)).tolist() == [2] * 5
         return communicator.path_on_device("float32").transport
 
     config = Config(timeout_s=20.0, gpu=gpu, key_file="key", **options)

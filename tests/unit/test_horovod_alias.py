@@ -469,13 +469,10 @@ def test_workers_of_a_data_loader_have_the_names_too(tmp_path: Path) -> None:
 # ---- conventions ----
 
 
-def conventions(source: str, **environ: str) -> str:
+def conventions(source: str) -> str:
     """Return whose numbers come out in a program with a world, which it starts with ``init()``."""
     asked = "\nfrom ringreduce import config, init\ninit()\nprint(config().conventions.value)"
-    command = [sys.executable, "-c", source + asked]
-    done = subprocess.run(
-        command, env={**os.environ, **environ}, capture_output=True, text=True, check=False, timeout=50
-    )
+    done = python("-c", source + asked)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout.strip()

@@ -117,19 +117,8 @@ def parts_of(text: str) -> list[dict[str, Any]]:
 def test_pods_are_as_kubernetes_wants_them(name: str) -> None:
     """By its own schemas: no field is unknown, none has another type; one that does not exist is found."""
     kubernetes = pytest.importorskip("kubernetes_validate")
-    asked = (
-        "k8s",
-        "--image",
-        "a.b/c:1",
-        "--cores-per-rank",
-        "3",
-        "--elastic",
-        "--max-np",
-        "8",
-        "python",
-        "a b.py",
-        "-n",
-    )
+    options = ("--image", "a.b/c:1", "--cores-per-rank", "3", "--elastic", "--max-np", "8")
+    asked = ("k8s", *options, "python", "a b.py", "-n")
     text = printed(*asked) if name == "submit" else (FILES / name).read_text()
     assert len(parts_of(text)) == 2
     for part in parts_of(text):

@@ -69,7 +69,6 @@ def test_rank_0_has_what_all_ranks_say():
         assert each.spent == pytest.approx(expected.spent, abs=1e-3)
         assert each.values["loss"] == pytest.approx(expected.values["loss"], rel=1e-5)
         assert [sample.time for sample in each.samples] == [1000.25 + second for second in range(3, 14)]
-        assert each.arrived is not None
         assert abs(each.arrived - time.time()) < 60
     assert [each.time for each in ranks.gatherings[0].earlier()] == [1003.25] * 4
 
@@ -191,8 +190,6 @@ def test_time_lines_are_bounded():
     shares = [lines[name][-1][1] for name in ("communication_ratio", "waiting_ratio")]
     assert sum(shares) == pytest.approx(0.3), "of the time, waiting for the last rank is no communication"
     spent = snapshot(0, 1, 3000.0).spent
-    assert spent is not None
-    assert spent.waiting_s is not None
     assert shares[1] == pytest.approx(0.3 * spent.waiting_s / 900)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from suites.conformance import FOLDS
 
 from ringreduce.buffers import DTYPES, divide, divide_toward_zero, kernels_for, narrow, widen, wider
 from ringreduce.buffers.kernels import TorchHalfKernels, WideKernels
@@ -29,12 +30,8 @@ CASES = [
 ]
 
 UFUNCS = {
+    **FOLDS,
     ReduceOp.PRODUCT: np.multiply,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.BAND: np.bitwise_and,
-    ReduceOp.BOR: np.bitwise_or,
-    ReduceOp.BXOR: np.bitwise_xor,
     ReduceOp.LAND: np.frompyfunc(lambda a, b: int(bool(a and b)), 2, 1),
     ReduceOp.LOR: np.frompyfunc(lambda a, b: int(bool(a or b)), 2, 1),
     ReduceOp.LXOR: np.frompyfunc(lambda a, b: int(bool(a) != bool(b)), 2, 1),
@@ -329,17 +326,11 @@ def test_narrowing_into_strides() -> None:
     assert (target == 0x3FC0).all()
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20), st.integers(1, 64))
-def test_signed_division_goes_toward_zero(values: list[int], divisor: int) -> None:
-    """The quotient is the exact one without its fraction: -7 / 2 is -3."""
-    array = np.array(values, np.int64)
+@pytest.mark.parametrize(("dtype", "least", "most"), [(np.int64, -(2**63), 2**63 - 1), (np.uint64, 0, 2**64 - 1)])
+@given(data=st.data(), divisor=st.integers(1, 64))
+def test_division_goes_toward_zero(dtype: type, least: int, most: int, data: st.DataObject, divisor: int) -> None:
+    """The quotient is the exact one without its fraction, up to the largest numbers: -7 / 2 is -3."""
+    values = data.draw(st.lists(st.integers(least, most), max_size=20))
+    array = np.array(values, dtype)
     divide_toward_zero(array, divisor)
     assert array.tolist() == [abs(value) // divisor * (1 if value > 0 else -1) for value in values]
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), max_size=20), st.integers(1, 64))
-def test_unsigned_division_goes_toward_zero(values: list[int], divisor: int) -> None:
-    """The quotient of unsigned numbers is exact up to the largest of them."""
-    array = np.array(values, np.uint64)
-    divide_toward_zero(array, divisor)
-    assert array.tolist() == [value // divisor for value in values]

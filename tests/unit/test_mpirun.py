@@ -214,11 +214,7 @@ def test_a_launcher_that_knows_a_scheduler_is_asked(tmp_path: Path) -> None:
     """Open MPI was built with components for some schedulers; Hydra knows all but files of hosts that others name."""
     rows = {each.name: each for each in SCHEDULERS}
     listed, slurm, pbs, lsf = (rows[name] for name in ("a hostfile of the environment", "Slurm", "PBS", "LSF"))
-    info = (
-        "#!/bin/sh\necho '   MCA ras: slurm (MCA v2.1.0)'\necho '   MCA ras: pbs (MCA'\necho '   MCA plm: slurm (MCA'\n"
-    )
-    (tmp_path / "prte_info").write_text(info)
-    (tmp_path / "prte_info").chmod(0o755)
+    fake(tmp_path / "prte_info", "   MCA ras: slurm (MCA v2.1.0)\n   MCA ras: pbs (MCA\n   MCA plm: slurm (MCA")
     launcher = Mpirun(str(tmp_path / "mpirun"), "Open MPI", 5)
     assert [launcher.reads(each) for each in (slurm, pbs, lsf, listed)] == [True, True, False, False]
     assert [launcher.needs_ssh(each) for each in (slurm, pbs, None)] == [False, True, True]

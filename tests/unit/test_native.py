@@ -175,7 +175,6 @@ def test_an_interrupt_takes_back_that_a_rank_is_at_the_barrier(monkeypatch: pyte
     """Else a rank that is still at work would believe what it loads from arrays that are the program's again."""
     interrupted = threading.Event()
     found = loops(CACHES).library
-    assert found is not None
 
     def run(*arguments: int) -> int:
         code = found.run(*arguments)
@@ -350,7 +349,6 @@ def test_long_calls_return_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None
     """So that signals are heard: a call that moves more than is done in a millisecond."""
     codes: list[int] = []
     found = loops(CACHES).library
-    assert found is not None
 
     def run(*arguments: int) -> int:
         codes.append(found.run(*arguments))

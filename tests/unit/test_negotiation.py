@@ -42,9 +42,9 @@ BIG = 1 << 30
 Action = tuple[Any, ...]
 
 
-def summed(count: int = 4, dtype: str = "float32", text: str = "") -> OperationSignature:
+def summed(count: int = 4, dtype: str = "float32") -> OperationSignature:
     """Return the signature of an allreduce."""
-    return OperationSignature(text or f"sum of {count} {dtype}", OperationKind.REDUCTION, "sum", ((dtype, count),))
+    return OperationSignature(f"sum of {count} {dtype}", OperationKind.REDUCTION, "sum", ((dtype, count),))
 
 
 def called(text: str = "broadcast") -> OperationSignature:
@@ -169,8 +169,17 @@ def play(programs: Sequence[Sequence[Action]], seed: int = 0, fusion_nbytes: int
     return ranks
 
 
-def submissions(*names: str, signature: OperationSignature | None = None) -> list[Action]:
-    return [("submit", name, signature or summed()) for name in names]
+def teach(coordinator: Coordinator, size: int, *names: str) -> list[Any]:
+    """Let all ranks submit operations twice, which are known then; return what the last one was answered."""
+    for _ in range(2):
+        for rank in range(size):
+            for name in names:
+                told = coordinator.receive(rank, ["new", name, summed().encode()])
+    return told
+
+
+def submissions(*names: str) -> list[Action]:
+    return [("submit", name, summed()) for name in names]
 
 
 # ---- all that ranks agree on ----
@@ -486,9 +495,7 @@ def test_what_waits_is_listed_with_who_is_missing() -> None:
 def test_nothing_runs_after_something_was_given_up(announced: list[Any]) -> None:
     """A rank that comes late, or has left something out, never meets the others in what is not the same."""
     coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
-    for _ in range(2):
-        told = [note for rank in range(3) for note in coordinator.receive(rank, ["new", "x", summed().encode()])]
-    assert told[0][:2] == ["number", 1]
+    assert teach(coordinator, 3, "x")[0][:2] == ["number", 1]
     assert coordinator.receive(0, announced, 1.0) == []
     (waiting,) = coordinator.waiting()
     assert participant.receive(_sent(coordinator.expire(waiting, 31.0))) == Expired("x", (0,), (1, 2), 30.0)
@@ -538,9 +545,8 @@ def test_all_ranks_hear_who_was_late(known: bool) -> None:
     """The last rank is named when the first has waited for more than a millisecond, and not for less."""
     coordinator, participant = Coordinator(3, BIG), Participant(3, plans=False)
     announced: list[Any] = ["known", 1] if known else ["new", "x", summed().encode()]
-    for _ in range(2 if known else 0):
-        for rank in range(3):
-            coordinator.receive(rank, ["new", "x", summed().encode()])
+    if known:
+        teach(coordinator, 3, "x")
     for last, seconds, expected in ((1, 0.5, [Late(1, 0.5)]), (2, 0.0005, []), (0, 0.002, [Late(0, 0.002)])):
         first, second = (rank for rank in range(3) if rank != last)
         assert coordinator.receive(first, announced, 0.0) == []
@@ -556,10 +562,7 @@ def test_all_ranks_hear_who_was_late(known: bool) -> None:
 def test_what_a_group_waits_for_is_told_of_each_of_its_operations() -> None:
     """By name."""
     coordinator = Coordinator(2, BIG)
-    for _ in range(2):
-        for rank in range(2):
-            for name in "ab":
-                coordinator.receive(rank, ["new", name, summed().encode()])
+    teach(coordinator, 2, "a", "b")
     (group,) = coordinator.receive(0, ["together", 1, 2])
     assert group[0] == "group"
     assert coordinator.receive(1, ["known", group[1]], 3.0) == []
@@ -645,7 +648,7 @@ def test_what_follows_from_one_message_travels_as_one(size: int) -> None:
     """A rank runs what it has heard before it reads on: of two messages, the second would wait for what the first runs,
     on a rank that waits itself until the second is read.
     """
-    channel: Any = Channel()
+    channel = Channel()
     exchange = Exchange(channel, 0, size, Config(), lambda: 0.0)
     notes = [["new", name, summed().encode()] for name in "abc"]
     exchange.send(notes)

@@ -18,11 +18,7 @@ from ringreduce.transport.waiting import Waiter
 def ends(size: int, lost: Any = None) -> list[PointToPoint]:
     """Return a side for each rank; this thread plays them all."""
     world = MemoryWorld(size)
-    made = []
-    for rank in range(size):
-        each = PointToPoint(world.messages(rank), Waiter(0.2), lambda doing: lost, Lifetime())
-        made.append(each)
-    return made
+    return [PointToPoint(world.messages(rank), Waiter(0.2), lambda doing: lost, Lifetime()) for rank in range(size)]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 100_000])

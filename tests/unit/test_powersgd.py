@@ -335,20 +335,6 @@ def test_a_state_of_another_bucket_is_refused(layout: Layout) -> None:
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)], [(4,)], [(9, 9)]])
-def test_buckets_of_one_kind(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
-    """A bucket may have no parameters, none with elements, none to compress, or none to leave as they are."""
-
-    def run(communicator: Communicator) -> bool:
-        sizes, places, length = layout(shapes)
-        reducer = PowerSGD(2).reducer(sizes, places)
-        result = reduce(reducer, communicator, np.ones(length, np.float32))
-        reducer.load_state_dict(reducer.state_dict())
-        return bool(np.allclose(result, 1.0, rtol=0, atol=TOLERANCE))
-
-    assert run_ranks(2, run) == [True, True]
-
-
 def test_what_lies_between_parameters_stays(layout: Layout) -> None:
     """Gaps are neither sent nor written to, even if there are NaNs in them."""
     shapes, places, length = layout(SHAPES)

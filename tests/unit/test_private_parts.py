@@ -33,6 +33,26 @@ def private_of(library: str) -> ModuleType:
     return importlib.import_module(PRIVATE[library])
 
 
+@pytest.fixture
+def torch() -> ModuleType:
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture
+def keras() -> ModuleType:
+    return pytest.importorskip("keras")
+
+
+@pytest.fixture
+def tf() -> ModuleType:
+    return pytest.importorskip("tensorflow")
+
+
+@pytest.fixture
+def jax() -> ModuleType:
+    return pytest.importorskip("jax")
+
+
 def private_of_optimizers() -> ModuleType:
     return importlib.import_module("ringreduce.training.binding.keras_private")
 
@@ -40,8 +60,6 @@ def private_of_optimizers() -> ModuleType:
 def without(module: ModuleType, *hidden: str) -> Any:
     """Load a module a second time, so that it finds nothing under these names; what uses it keeps the first."""
     spec = importlib.util.spec_from_file_location(f"{module.__name__}_without", module.__file__)
-    assert spec is not None
-    assert spec.loader is not None
     made: Any = importlib.util.module_from_spec(spec)
 
     def get(thing: object, name: str, *default: object) -> object:
@@ -58,7 +76,7 @@ def without(module: ModuleType, *hidden: str) -> Any:
 def test_all_is_as_expected_in_the_installed_version(library: str):
     """With the version that the tests run with, which is the last of those that were tried."""
     private = private_of(library)
-    assert private.self_test() == {}
+    assert missing(private.PARTS) == {}
     tried = private if hasattr(private, "TRIED") else private_of_optimizers()
     installed = importlib.import_module(library).__version__
     assert installed.partition("+")[0] in tried.TRIED, "run the tests of this binding, and add the version"
@@ -117,9 +135,8 @@ def seen_in_hook(look: Callable[[], Any], *, nested: bool = False) -> Any:
     return seen[0]
 
 
-def test_torch_counts_holders_and_changes_of_tensors():
+def test_torch_counts_holders_and_changes_of_tensors(torch: Any):
     """A view holds the storage, and a write in place is a change."""
-    torch = pytest.importorskip("torch")
     private = private_of("torch")
     tensor = torch.zeros(1)
     alone = private.references(tensor)
@@ -128,12 +145,14 @@ def test_torch_counts_holders_and_changes_of_tensors():
     assert private.version_of(view.zero_()) == private.version_of(tensor) == 1
 
 
-def test_torch_shows_entries_of_sparse_tensors_as_they_are():
-    """Two of one index are two."""
-    torch = pytest.importorskip("torch")
-    tensor = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (1,), check_invariants=True)
-    indices, values = private_of("torch").raw_entries(tensor)
-    assert (indices.tolist(), values.tolist()) == ([[0, 0]], [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("hidden", "indices", "values"), [([], [1, 1, 0], [1.0, 2.0, 4.0]), (["_values"], [0, 1], [4.0, 3.0])]
+)
+def test_torch_shows_entries_of_sparse_tensors(torch: Any, hidden: list[str], indices: list[int], values: list[float]):
+    """Two of one index are two; without raw entries they are one."""
+    tensor = torch.sparse_coo_tensor([[1, 1, 0]], [1.0, 2.0, 4.0], (3,), check_invariants=True)
+    found = without(private_of("torch"), *hidden).raw_entries(tensor)
+    assert [each.tolist() for each in found] == [[indices], values]
 
 
 def test_torch_numbers_passes_and_says_when_they_end():
@@ -154,21 +173,20 @@ def test_the_stack_tells_passes_within_others_and_calls_by_autograd():
     assert not seen_in_hook(lambda: private.is_called_by_autograd())  # by a function that autograd has called
 
 
-def test_hooks_of_torch_are_called_in_our_order():
-    """One that is registered later is called first."""
-    torch = pytest.importorskip("torch")
+@pytest.mark.parametrize(("hidden", "order"), [([], [2, 1]), (["hooks_dict_ref"], [1, 2])])
+def test_hooks_of_torch_are_called_in_our_order(torch: Any, hidden: list[str], order: list[int]):
+    """One that is registered later is called first; without an order they are called as registered."""
     called: list[int] = []
     parameter = torch.ones(1, requires_grad=True)
-    parameter.register_post_accumulate_grad_hook(lambda _: called.append(2))
-    handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append(1))
-    private_of("torch").call_first(handle)
+    parameter.register_post_accumulate_grad_hook(lambda _: called.append(1))
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append(2))
+    without(private_of("torch"), *hidden).call_first(handle)
     (parameter * 2).sum().backward()
-    assert called == [1, 2]
+    assert called == order
 
 
-def test_a_scaler_of_gradients_is_recognised_by_its_method():
+def test_a_scaler_of_gradients_is_recognised_by_its_method(torch: Any):
     """By the one in which it asks for an optimizer's parameters; then it has looked for overflows."""
-    torch: Any = pytest.importorskip("torch")
     private = private_of("torch")
     asking: list[Any] = []
 
@@ -194,9 +212,8 @@ def test_a_scaler_of_gradients_is_recognised_by_its_method():
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_schedules_of_torch_warn_of_a_step_that_is_not_marked(marked: bool):
+def test_schedules_of_torch_warn_of_a_step_that_is_not_marked(torch: Any, marked: bool):
     """And of none that is."""
-    torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     if marked:
@@ -207,18 +224,17 @@ def test_schedules_of_torch_warn_of_a_step_that_is_not_marked(marked: bool):
     assert bool(warned) is not marked
 
 
-def test_trees_of_torch_are_known():
-    """Children have all their names, and what is in mappings, lists and tuples is found."""
-    torch = pytest.importorskip("torch")
-    private = private_of("torch")
+@pytest.mark.parametrize(("hidden", "names"), [([], ["0", "1"]), (["_pytree", "_modules"], ["0"])])
+def test_trees_of_torch_are_known(torch: Any, hidden: list[str], names: list[str]):
+    """Children have all their names, or one, and what is in mappings, lists and tuples is found."""
+    private = without(private_of("torch"), *hidden)
     inner = torch.nn.Identity()
-    assert private.children_of(torch.nn.ModuleList([inner, inner])) == [("0", inner), ("1", inner)]
-    assert private.leaves({"a": [1, (2,)]}) == [1, 2]
+    assert private.children_of(torch.nn.ModuleList([inner, inner])) == [(name, inner) for name in names]
+    assert private.leaves({"a": [1, (2, {"b": 3})], "c": 4}) == [1, 2, 3, 4]
 
 
-def test_functions_are_skipped_by_torchs_compiler_and_loaders_make_iterators():
+def test_functions_are_skipped_by_torchs_compiler_and_loaders_make_iterators(torch: Any):
     """A function is marked; an iterator of a loader is of the class whose method is replaced."""
-    torch = pytest.importorskip("torch")
     private = private_of("torch")
 
     def function() -> None: ...
@@ -258,14 +274,13 @@ def test_functions_are_skipped_by_torchs_compiler_and_loaders_make_iterators():
         ("_get_backend", {"cpu_backend_of"}),
     ],
 )
-def test_the_self_test_of_torch_names_what_is_hidden(hidden: str, named: set[str]):
+def test_the_table_of_torch_names_what_is_hidden(hidden: str, named: set[str]):
     """That, and nothing else."""
-    assert set(without(private_of("torch"), hidden).self_test()) == named
+    assert set(missing(without(private_of("torch"), hidden).PARTS)) == named
 
 
-def test_without_counts_torch_resizes_no_storage_again():
+def test_without_counts_torch_resizes_no_storage_again(torch: Any):
     """And only holders of the tensor itself are noticed."""
-    torch = pytest.importorskip("torch")
     for hidden in ("_storage_Use_Count", "_cdata"):
         private = without(private_of("torch"), hidden)
         tensor = torch.zeros(3)
@@ -279,23 +294,13 @@ def test_without_counts_torch_resizes_no_storage_again():
             tensor.untyped_storage().resize_(100)
 
 
-def test_without_versions_torchs_tensors_are_taken_for_unchanged():
+def test_without_versions_torchs_tensors_are_taken_for_unchanged(torch: Any):
     """The count is always 0."""
-    torch = pytest.importorskip("torch")
     assert without(private_of("torch"), "_version").version_of(torch.zeros(1).add_(1)) == 0
 
 
-def test_without_raw_entries_sparse_tensors_are_coalesced():
-    """The entries are the same, those of one index together."""
-    torch = pytest.importorskip("torch")
-    tensor = torch.sparse_coo_tensor([[1, 1, 0]], [1.0, 2.0, 4.0], (3,), check_invariants=True)
-    indices, values = without(private_of("torch"), "_values").raw_entries(tensor)
-    assert (indices.tolist(), values.tolist()) == ([[0, 1]], [4.0, 3.0])
-
-
-def test_without_calls_for_many_tensors_each_is_copied():
+def test_without_calls_for_many_tensors_each_is_copied(torch: Any):
     """And cleared."""
-    torch = pytest.importorskip("torch")
     private = without(private_of("torch"), "_foreach_copy_", "_foreach_zero_")
     targets = [torch.zeros(2), torch.zeros(3)]
     private.copy_all(targets, [torch.ones(2), torch.ones(3)])
@@ -313,18 +318,16 @@ def test_without_calls_for_many_tensors_each_is_copied():
         ("_distributed_c10d", lambda private: private.backend_class(), "_distributed_c10d.Backend"),
     ],
 )
-def test_what_torch_cannot_do_without_is_a_clear_error(hidden: str, act: Callable[[Any], object], part: str):
+def test_what_torch_cannot_do_without_is_an_error(torch: Any, hidden: str, act: Callable[[Any], object], part: str):
     """It names torch, its version, what is missing, and what to do."""
-    torch = pytest.importorskip("torch")
     with pytest.raises(ConfigError, match=part) as caught:
         act(without(private_of("torch"), hidden))
     assert str(caught.value).startswith(f"torch {torch.__version__} has no ")
     assert "doctor" in str(caught.value)
 
 
-def test_without_numbers_of_passes_each_end_is_heard(monkeypatch: pytest.MonkeyPatch):
+def test_without_numbers_of_passes_each_end_is_heard(torch: Any, monkeypatch: pytest.MonkeyPatch):
     """Once, and also after a pass that an exception has ended."""
-    torch = pytest.importorskip("torch")
     gradients = importlib.import_module("ringreduce.torch.tensors.gradients")
     less = without(private_of("torch"), "_current_graph_task_id")
     assert seen_in_hook(less.current_pass) == less.NO_PASS
@@ -362,22 +365,8 @@ def test_passes_within_others_are_told_by_less():
     assert seen_in_hook(without(whole, "_engine_run_backward").following_in_outer_pass) is None
 
 
-def test_without_an_order_hooks_of_torch_are_called_as_registered():
-    """Nothing fails."""
-    torch = pytest.importorskip("torch")
-    private = without(private_of("torch"), "hooks_dict_ref")
-    called: list[int] = []
-    parameter = torch.ones(1, requires_grad=True)
-    parameter.register_post_accumulate_grad_hook(lambda _: called.append(1))
-    handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append(2))
-    private.call_first(handle)
-    parameter.sum().backward()
-    assert called == [1, 2]
-
-
-def test_a_scaler_of_gradients_is_recognised_by_any_method():
+def test_a_scaler_of_gradients_is_recognised_by_any_method(torch: Any):
     """Where its method has another name, and not in functions or in methods of others."""
-    torch = pytest.importorskip("torch")
     private = without(private_of("torch"), "_unscale_grads_")
 
     class Scaler(torch.amp.GradScaler):
@@ -392,15 +381,6 @@ def test_a_scaler_of_gradients_is_recognised_by_any_method():
     assert Other().renamed() is None
     assert private.scaler_of(private.frame_above(0)) is None
     assert private_of("torch").scaler_of(private.frame_above(0)) is None
-
-
-def test_trees_of_torch_are_known_by_less():
-    """Mappings, lists and tuples, and children under one name."""
-    torch = pytest.importorskip("torch")
-    private = without(private_of("torch"), "_pytree", "_modules")
-    assert private.leaves({"a": [1, (2, {"b": 3})], "c": 4}) == [1, 2, 3, 4]
-    inner = torch.nn.Identity()
-    assert private.children_of(torch.nn.ModuleList([inner, inner])) == [("0", inner)]
 
 
 def test_what_torch_lacks_for_compilers_and_profilers_is_left_out():
@@ -435,7 +415,7 @@ def test_what_torch_lacks_for_compilers_and_profilers_is_left_out():
 def test_without_numpys_field_the_address_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     """It is the same, and the array is not kept."""
     monkeypatch.setattr(sys, "implementation", SimpleNamespace(name="another"))
-    assert set(numpy_private.self_test()) == {"address_field", "layout_of"}
+    assert set(missing(numpy_private.PARTS)) == {"address_field", "layout_of"}
     array = np.zeros(1000)
     field = numpy_private.address_field(array)
     assert field.value == array.ctypes.data
@@ -456,19 +436,17 @@ def test_without_numpys_field_the_address_is_asked_for(monkeypatch: pytest.Monke
         ("_get_variable_index", {"accumulated"}),
     ],
 )
-def test_the_self_test_of_keras_names_what_is_hidden(hidden: str, named: set[str]):
+def test_the_table_of_keras_names_what_is_hidden(keras: Any, hidden: str, named: set[str]):
     """Of optimizers; so does that of models."""
-    keras: Any = pytest.importorskip("keras")
     optimizers = private_of_optimizers()
     assert set(missing(without(optimizers, hidden).parts_of_optimizers(keras))) == named
     private = private_of("keras")
-    assert set(without(private, "_flatten_layers").self_test()) == {"layers_of"}
-    assert set(without(private, "momentums").self_test()) == {"velocities_of"}
+    assert set(missing(without(private, "_flatten_layers").PARTS)) == {"layers_of"}
+    assert set(missing(without(private, "momentums").PARTS)) == {"velocities_of"}
 
 
-def test_optimizers_of_keras_are_known_by_less():
+def test_optimizers_of_keras_are_known_by_less(keras: Any):
     """Counters by their names, accumulated gradients by their places; without those, the error is clear."""
-    keras: Any = pytest.importorskip("keras")
     optimizers = private_of_optimizers()
     variables = [keras.Variable([1.0]), keras.Variable([2.0, 3.0])]
     optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
@@ -487,9 +465,8 @@ def test_optimizers_of_keras_are_known_by_less():
             act(without(optimizers, part))
 
 
-def test_layers_of_keras_are_looked_for_in_layers():
+def test_layers_of_keras_are_looked_for_in_layers(keras: Any):
     """The public list has the outermost ones."""
-    keras: Any = pytest.importorskip("keras")
     private = private_of("keras")
     inner = keras.Sequential([keras.layers.Identity()])
     model = keras.Sequential([inner, keras.layers.Identity()])
@@ -498,9 +475,8 @@ def test_layers_of_keras_are_looked_for_in_layers():
     assert without(private, "momentums", "_momentums").velocities_of(keras.optimizers.SGD(0.5, momentum=0.5)) == ()
 
 
-def test_optimizers_of_keras_have_what_is_expected():
+def test_optimizers_of_keras_have_what_is_expected(keras: Any):
     """A schedule, a counter, the variables and their sums are those that the optimizer works with."""
-    keras: Any = pytest.importorskip("keras")
     private = private_of_optimizers()
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     assert private.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
@@ -514,9 +490,8 @@ def test_optimizers_of_keras_have_what_is_expected():
     assert [id(each) for each in private.trained_variables(optimizer)] == [id(variable)]
 
 
-def test_it_is_seen_who_sets_how_losses_are_scaled():
+def test_it_is_seen_who_sets_how_losses_are_scaled(keras: Any):
     """The optimizer that is put around another one."""
-    keras: Any = pytest.importorskip("keras")
     private = private_of_optimizers()
     setting: list[Any] = []
 
@@ -532,9 +507,8 @@ def test_it_is_seen_who_sets_how_losses_are_scaled():
     assert scaling.inner_optimizer is inner
 
 
-def test_errors_of_tensorflow_come_back_from_graphs():
+def test_errors_of_tensorflow_come_back_from_graphs(tf: Any):
     """An error of ours that fails a graph is raised, and its own errors have all their attributes."""
-    tf: Any = pytest.importorskip("tensorflow")
     importlib.import_module("ringreduce.tensorflow")  # sets what makes errors
     ours = ConfigError("this is a test")
 
@@ -551,9 +525,8 @@ def test_errors_of_tensorflow_come_back_from_graphs():
     assert (*fields, str(error)) == ("a text", 3, None, None, {}, "a text")
 
 
-def test_graphs_and_variables_of_tensorflow_are_known():
+def test_graphs_and_variables_of_tensorflow_are_known(tf: Any):
     """Variables of one name have an order; a graph that is made outside of branches and XLA is in none."""
-    tf: Any = pytest.importorskip("tensorflow")
     private = private_of("tensorflow")
     first, second = (tf.Variable(0.0, name="same") for _ in range(2))
     assert private.creation_number(first) < private.creation_number(second)
@@ -562,9 +535,8 @@ def test_graphs_and_variables_of_tensorflow_are_known():
         assert not private.is_for_xla(graph)
 
 
-def test_tapes_of_tensorflow_can_be_stopped_and_copied():
+def test_tapes_of_tensorflow_can_be_stopped_and_copied(tf: Any):
     """A stopped one records nothing, and the end of a copy does not end the recording."""
-    tf: Any = pytest.importorskip("tensorflow")
     private = private_of("tensorflow")
     tensor = tf.constant([1.0])
     assert private.possible_gradients([tensor]) == 0
@@ -580,9 +552,8 @@ def test_tapes_of_tensorflow_can_be_stopped_and_copied():
     assert float(made.gradient(result, tensor)[0]) == 2.0
 
 
-def test_programs_and_traces_of_jax_are_seen():
+def test_programs_and_traces_of_jax_are_seen(jax: Any):
     """Two places of one trace are equal, one outside is not, and each lowered program is shown."""
-    jax: Any = pytest.importorskip("jax")
     private = private_of("jax")
     seen: list[Any] = []
 
@@ -601,9 +572,8 @@ def test_programs_and_traces_of_jax_are_seen():
     assert programs
 
 
-def test_transformations_of_optax_that_leave_out_steps_are_seen():
+def test_transformations_of_optax_that_leave_out_steps_are_seen(jax: Any):
     """Not `MultiSteps` alone; the step that it leaves out is traced, too, for its shapes."""
-    jax: Any = pytest.importorskip("jax")
     optax: Any = pytest.importorskip("optax")
     private = private_of("jax")
     seen: list[str | None] = []
@@ -621,9 +591,8 @@ def test_transformations_of_optax_that_leave_out_steps_are_seen():
     assert any(seen[4:])
 
 
-def test_the_self_test_of_tensorflow_names_what_is_hidden():
+def test_the_table_of_tensorflow_names_what_is_hidden(tf: Any):
     """And all else goes on, or says what it lacks."""
-    tf: Any = pytest.importorskip("tensorflow")
     private = private_of("tensorflow")
     for hidden, named in (
         ("_unique_id", "creation_number"),
@@ -632,7 +601,7 @@ def test_the_self_test_of_tensorflow_names_what_is_hidden():
         ("_get_control_flow_context", "control_flow_of"),
         ("_pop_tape", "end_recording"),
     ):
-        assert named in without(private, hidden).self_test()
+        assert named in missing(without(private, hidden).PARTS)
     less = without(
         *(private, "_unique_id", "TFE_Py_TapeSetPossibleGradientTypes", "GraphOrParentsInXlaContext"),
         *("_get_control_flow_context", "_pop_tape"),
@@ -646,25 +615,24 @@ def test_the_self_test_of_tensorflow_names_what_is_hidden():
         less.end_recording(tape)
 
 
-def test_the_self_test_of_jax_names_what_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_table_of_jax_names_what_is_hidden(jax: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another interface of XLA, and traces that cannot be told apart."""
-    jax: Any = pytest.importorskip("jax")
     private = private_of("jax")
     less = without(private, "get_opaque_trace_state")
-    assert set(less.self_test()) == {"trace_state"}
+    assert set(missing(less.PARTS)) == {"trace_state"}
     with pytest.raises(ConfigError, match=f"JAX {jax.__version__} has no jax.extend.core.get_opaque_trace_state"):
         less.trace_state(convention="ringreduce")
     optax: Any = pytest.importorskip("optax")
     with monkeypatch.context() as patch:
         patch.delattr(optax, "apply_if_finite")
-        assert set(without(private).self_test()) == {"around_that_skips"}
+        assert set(missing(without(private).PARTS)) == {"around_that_skips"}
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
     for text, major in (("#define XLA_FFI_API_MAJOR 1\n", 1), ("", -1)):
         header.write_text(text)
         assert private.foreign_interface() == major
-        assert set(private.self_test()) == {"foreign_interface"}
+        assert set(missing(private.PARTS)) == {"foreign_interface"}
 
 
 # ---- doctor ----

@@ -66,7 +66,6 @@ def test_options_are_read_as_python_does(words: list[str], tmp_path: Path) -> No
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=tmp_path, input=PROGRAM, capture_output=True, text=True, timeout=60, check=True)
     line = PythonLine.of(["python3", *words])
-    assert line is not None
     name = "" if line.source is ProgramSource.TEXT else line.name
     found = None if line.source is ProgramSource.NOTHING else [line.source.name, name, [*line.arguments]]
     is_said = done.stdout.startswith("[")

@@ -163,3 +163,19 @@ def test_without_error_feedback_a_wire_reducer_keeps_nothing() -> None:
         return reducer.state_dict() == {}, 0.01 < reducer.error < 0.2
 
     assert run_ranks(2, run, node_size=1) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("compression", [PowerSGD(2), TopK(1.0)], ids=signature_of)
+@pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)], [(4,)], [(9, 9)]])
+def test_buckets_of_one_kind(layout: Any, compression: BucketCompression, shapes: list[tuple[int, ...]]) -> None:
+    """A bucket may have no parameters, none with elements, none to compress, or none to leave as they are."""
+
+    def run(communicator: Communicator) -> tuple[bool, bool]:
+        sizes, places, length = layout(shapes, gap=0)
+        reducer = compression.reducer(sizes, places)
+        flat = np.ones(length, np.float32)
+        reducer.reduce(communicator, flat, average=True)
+        reducer.load_state_dict(reducer.state_dict())
+        return np.allclose(flat, 1.0, rtol=0, atol=2e-5), reducer.error < 1e-5
+
+    assert run_ranks(2, run) == [(True, True)] * 2

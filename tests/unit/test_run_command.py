@@ -89,6 +89,14 @@ def test_the_shell_of_a_rank_says_how_that_ends(
     assert messages.read() == [Mark(ends, 5, "n1")]
 
 
+#: By launcher: the variables of a rank's number, the number of all, and the same within its node.
+PLACE = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                 "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("slots", "sizes"),
     [({"a": 3, "b": 1, "c": 4}, (3, 1, 2)), ({}, (6,)), ({}, (2, 2, 2))],
@@ -102,14 +110,9 @@ def test_a_rank_of_horovodrun_finds_its_place(slots: dict[str, int], sizes: tupl
     spec = LaunchSpec(program=ask, horovod=True)
     start = Start(spec, Mpirun("mpirun", launcher, 5), SizePolicy(1, 6), frozenset(), slots=slots)
     line, _ = start.line_and_settings({UNNAMED: 6}, {})
-    names = {
-        "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                     "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    }[launcher]  # fmt: skip
     places = [(node, local) for node, count in enumerate(sizes) for local in range(count)]
     for rank, (node, local) in enumerate(places):
-        told = dict(zip(names, map(str, (rank, 6, local, sizes[node])), strict=True))
+        told = dict(zip(PLACE[launcher], map(str, (rank, 6, local, sizes[node])), strict=True))
         environ = {"PATH": os.environ["PATH"], **told}
         done = subprocess.run(line[line.index("sh") :], capture_output=True, text=True, check=True, env=environ)
         peers = [other for other, each in places if each == local]
@@ -144,11 +147,7 @@ def test_a_rank_has_the_variables_of_torchs_launcher(
     here = frozenset({os.uname().nodename, UNNAMED})
     whole = Start(spec, Mpirun("mpirun", launcher, 5), SizePolicy(1, 4), here, port=20001)
     line, settings = whole.line_and_settings(ranks, {})
-    told = {
-        "Open MPI": {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-                     "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-        "MPICH": {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-    }[launcher]  # fmt: skip
+    told = dict(zip(PLACE[launcher], "3412", strict=True))
     environ = {"PATH": os.environ["PATH"], "MASTER_ADDR": "stale", **settings, **told}
     done = subprocess.run(line[line.index("sh") :], capture_output=True, text=True, check=True, env=environ)
     expected = "stale" if master is None else f"3 4 1 2 {master}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from doubles import Wrapper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from suites.conformance import check_collectives, check_messages
@@ -109,15 +110,13 @@ def test_what_nobody_has_sealed_is_an_error():
     run_threads(3, run, on_error=world.meeting.abort)
 
 
-class Watched:
+class Watched(Wrapper):
     """A transport that keeps all that goes through."""
 
     def __init__(self, inner: Messages, seen: list[bytes]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._seen = seen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        self._sends: dict[int, tuple[Prequest, Array]] = {}
 
     def send(self, data: Array, peer: int, tag: int) -> Prequest:
         request = self._inner.send(data, peer, tag)
@@ -136,10 +135,6 @@ class Watched:
         self._seen.append(payload)
         return self._inner.exchange(payload)
 
-    @property
-    def _sends(self) -> dict[int, tuple[Prequest, Array]]:
-        return self.__dict__.setdefault("sends", {})
-
 
 @pytest.mark.parametrize("sealing", [False, True])
 def test_nothing_can_be_read(sealing: bool):
@@ -148,7 +143,7 @@ def test_nothing_can_be_read(sealing: bool):
     known = np.frombuffer(b"what nobody else may know" * 41, np.uint8)
 
     def wrap(inner: Messages) -> Messages:
-        watched: Any = Watched(inner, seen)
+        watched = Watched(inner, seen)
         return seal(watched) if sealing else watched
 
     def broadcast(communicator: Communicator) -> None:
@@ -165,10 +160,17 @@ def test_nothing_can_be_read(sealing: bool):
 # ---- no key and nonce are used twice ----
 
 
-def test_a_key_is_new_for_each_rank_whatever_comes(monkeypatch: pytest.MonkeyPatch):
-    """Somebody repeats what all ranks gave to an earlier channel of the same name, this rank's own part too."""
-    Recording.used = []
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bytes, tuple[int, int]]]]:
+    """Each pair of a key and a nonce that something was sealed with; at the end, none is there twice."""
+    monkeypatch.setattr(Recording, "used", [], raising=False)
     monkeypatch.setattr(module, "Cipher", Recording)
+    yield Recording.used
+    assert len(Recording.used) == len(set(Recording.used))
+
+
+def test_a_key_is_new_for_each_rank_whatever_comes(used: list[Any]):
+    """Somebody repeats what all ranks gave to an earlier channel of the same name, this rank's own part too."""
     recorded: list[bytes] = []
 
     class Repeating:
@@ -182,9 +184,8 @@ def test_a_key_is_new_for_each_rank_whatever_comes(monkeypatch: pytest.MonkeyPat
             pass
 
     for _ in range(2):
-        inner: Any = Repeating()
-        seal(inner).post(b"note", 1)
-    assert len(set(Recording.used)) == len(Recording.used) == 2
+        seal(Repeating()).post(b"note", 1)
+    assert len(used) == 2
 
 
 @pytest.mark.parametrize("lengths", [(31, 33), (0, 64), (32, 31), (64, 32)])
@@ -197,9 +198,8 @@ def test_parts_of_a_key_have_one_length(lengths: tuple[int, int]):
         def exchange(self, payload: bytes) -> list[bytes]:
             return [payload, *map(bytes, lengths)]
 
-    inner: Any = Cutting()
     with pytest.raises(TransportError, match="in a new key"):
-        seal(inner)
+        seal(Cutting())
 
 
 class Recording(Cipher):
@@ -257,14 +257,7 @@ def test_no_nonce_is_used_twice(channels: list[list[str]], size: int):
             worlds = [MemoryWorld(size) for _ in channels]
 
             def run(rank: int, worlds: list[MemoryWorld] = worlds) -> None:
-                threads = [
-                    threading.Thread(target=lambda w=world, s=steps: use(seal(w.messages(rank)), s), daemon=True)
-                    for world, steps in zip(worlds, channels, strict=True)
-                ]
-                for each in threads:
-                    each.start()
-                for each in threads:
-                    each.join()
+                run_threads(len(channels), lambda number: use(seal(worlds[number].messages(rank)), channels[number]))
 
             run_threads(size, run)
     assert len(Recording.used) == len(set(Recording.used))
@@ -290,8 +283,7 @@ class Interrupted(dict[int, int]):
 
 def interrupt(messages: Messages, kind: str, what: Callable[[], object]) -> None:
     """Let something happen while rank 0 draws the number of its first message, to rank 1 or all."""
-    sealing: Any = messages
-    sealing._stream(kind, 0 if kind == "exchange" else 1, is_send=True).counts._counts = Interrupted(what)
+    messages._stream(kind, 0 if kind == "exchange" else 1, is_send=True).counts._counts = Interrupted(what)
 
 
 def raise_interrupt() -> None:
@@ -299,10 +291,9 @@ def raise_interrupt() -> None:
 
 
 @pytest.mark.parametrize("kind", ["notes", "data"])
-def test_threads_of_one_channel_use_no_nonce_twice(kind: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("used")
+def test_threads_of_one_channel_use_no_nonce_twice(kind: str):
     """As when one aborts a group in which another one waits: one of them waits, and all that is sent arrives."""
-    Recording.used = []
-    monkeypatch.setattr(module, "Cipher", Recording)
     world = MemoryWorld(2)
     waiter = Waiter(30.0, crowded=True)
 
@@ -316,7 +307,6 @@ def test_threads_of_one_channel_use_no_nonce_twice(kind: str, monkeypatch: pytes
         if kind == "notes":
             waiter.until(lambda: world.notes[1], str)
             arrived = messages.poll()
-            assert arrived is not None
             return arrived[1][0]
         room = np.zeros(3, np.uint8)
         requests = [messages.recv(room, 0, 0)]
@@ -340,13 +330,11 @@ def test_threads_of_one_channel_use_no_nonce_twice(kind: str, monkeypatch: pytes
         other.join()
 
     run_threads(2, run)
-    assert len(Recording.used) == len(set(Recording.used))
 
 
-def test_a_signal_handler_uses_no_nonce_of_what_it_interrupts(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("used")
+def test_a_signal_handler_uses_no_nonce_of_what_it_interrupts():
     """One that communicates in the midst of that gets an error. One that raises an error leaves all as it was."""
-    Recording.used = []
-    monkeypatch.setattr(module, "Cipher", Recording)
     world = MemoryWorld(2)
 
     def run(rank: int) -> None:
@@ -368,4 +356,3 @@ def test_a_signal_handler_uses_no_nonce_of_what_it_interrupts(monkeypatch: pytes
             assert [messages.poll(), messages.poll(), messages.poll()] == [(0, b"program"), (0, b"later"), None]
 
     run_threads(2, run, on_error=world.meeting.abort)
-    assert len(Recording.used) == len(set(Recording.used))

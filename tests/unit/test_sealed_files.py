@@ -316,8 +316,8 @@ def test_a_changed_file_is_not_opened(tmp_path: Path, key_file: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def trace_of_two(path: Path) -> list[Timeline]:
-    return [Timeline(path, JobClock("job", 0.0), 1, rank, "host", mark_batches=False, keys=KEYS) for rank in (0, 1)]
+def trace_of_two(path: Path, keys: KeyFile = KEYS) -> list[Timeline]:
+    return [Timeline(path, JobClock("job", 0.0), 1, rank, "host", mark_batches=False, keys=keys) for rank in (0, 1)]
 
 
 def test_a_trace_is_sealed_in_its_parts_and_as_a_whole(tmp_path: Path) -> None:
@@ -365,24 +365,18 @@ def test_a_part_that_others_wrote_to_is_an_error_or_ends(piece: str, tmp_path: P
     assert path.read_bytes() == merged
 
 
-def test_a_trace_that_was_changed_stays_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "keys", "said"), [(1, KEYS, "it was changed"), (0, PLAIN, "sealed by the key ")])
+def test_a_trace_that_was_changed_or_is_of_another_key_stays_as_it_is(
+    change: int, keys: KeyFile, said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.json"
     for timeline in trace_of_two(path):
         timeline.stop(2)
-    changed = path.read_bytes()[:-1] + b"x"
-    path.write_bytes(changed)
-    with pytest.raises(ConfigError, match=r"it was changed.*name another file"):
-        trace_of_two(path)
-    assert path.read_bytes() == changed
-
-
-def test_a_trace_of_another_key_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    for timeline in trace_of_two(path):
-        timeline.stop(2)
-    before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"sealed by the key .*name another file"):
-        Timeline(path, JobClock("job", 0.0), 2, 0, "host", mark_batches=False)
+    *rest, last = path.read_bytes()
+    before = bytes([*rest, last ^ change])
+    path.write_bytes(before)
+    with pytest.raises(ConfigError, match=rf"{said}.*name another file"):
+        trace_of_two(path, keys)
     assert path.read_bytes() == before
 
 

@@ -48,7 +48,6 @@ def server() -> Iterator[TextServer]:
     gathering = Gathering(None, 0, 1)
     gathering.tell(snapshot(0, 1, 60.0))
     found = serve_job(("127.0.0.1", free_port()), None, gathering, JobView(1))
-    assert found is not None
     yield found
     found.end()
 
@@ -74,7 +73,6 @@ def test_metrics_of_a_program_without_steps(place: Path):
     recorder.begin_status("j", lambda: Metrics.of([], []))
     told = recorder.write_status()
     recorder.end_status()
-    assert told is not None
     text = prometheus_text(families_of_job(JobView(1), [told]))
     assert 'ringreduce_steps_total{job="j",rank="0"} 0' in text
     assert "ringreduce_resident_memory_bytes" in text

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_reducers import make_reducer
 
 import ringreduce as rr
 from ringreduce.common.instruments import EngineTally, Pace
 from ringreduce.engine import Engine
 from ringreduce.testing import run_engines, run_ranks
-from ringreduce.training.binding.host import ArraySpec, HostMemory
+from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.compression.topk import TopK
 from ringreduce.training.data.shares import Batches, Division, Shares, _paces_of, divided
 from ringreduce.training.optimizers.reducer import GradientReducer
-from ringreduce.training.optimizers.user_options import checked, named_options
 
 COUNTS = [0, 1, 5, 1009, 100_003]
 
@@ -208,11 +208,7 @@ def test_weights_are_for_floats_and_one_node():
 VALUES = np.arange(1.0, 8.0, dtype=np.float32)
 
 
-def make_reducer(engine: Engine, **options: Any) -> GradientReducer:
-    named = [("a", ArraySpec((7,), np.float32)), ("b", ArraySpec((), np.float32))]
-    chosen = checked(named_options(**options), engine.communicator.config, [spec for _, spec in named])
-    settled = chosen.settled(engine.communicator, on_device=False)
-    return GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", settled)
+NAMED = [("a", ArraySpec((7,), np.float32)), ("b", ArraySpec((), np.float32))]
 
 
 def mean(samples: Sequence[int | None], step: int) -> float:
@@ -252,7 +248,7 @@ def test_steps_are_means_over_all_samples(size: int, node_size: int | None, opti
         pytest.skip("one node")
 
     def train(engine: Engine) -> None:
-        reducer = make_reducer(engine, **options)
+        reducer = make_reducer(engine, NAMED, **options)
         for step, samples in enumerate(PLAN[size]):
             take_step(reducer, step, samples)
 
@@ -263,7 +259,7 @@ def test_steps_with_equal_numbers_repeat_in_one_operation():
     """Numbers travel when they change: in two operations more, and never again until then."""
 
     def train(engine: Engine) -> list[int]:
-        reducer, taken = make_reducer(engine), []
+        reducer, taken = make_reducer(engine, NAMED), []
         for step in range(40):
             before = engine.tally.operations
             take_step(reducer, step, [3, 1] if step < 20 else [2, 1])
@@ -280,7 +276,7 @@ def test_a_number_that_is_wrong_or_missing_on_one_rank_ends_the_step_on_all(wron
     """And nothing else: the next step is as if it had not been."""
 
     def train(engine: Engine) -> None:
-        reducer = make_reducer(engine)
+        reducer = make_reducer(engine, NAMED)
         for step in range(6):
             take_step(reducer, step, [2, 3])
         samples = wrong["samples"] if engine.communicator.rank == 1 else 2
@@ -296,7 +292,7 @@ def test_sums_take_no_samples():
     """They are weights of an average."""
 
     def train(engine: Engine) -> None:
-        reducer = make_reducer(engine, op=rr.SUM)
+        reducer = make_reducer(engine, NAMED, op=rr.SUM)
         with pytest.raises(rr.ConfigError, match="Average"):
             reducer.reduce([VALUES, np.float32(1.0).reshape(())], samples=3)
 
@@ -307,7 +303,7 @@ def test_ranks_that_have_joined_have_no_weight():
     """The others go on with the mean over their samples."""
 
     def train(engine: Engine) -> None:
-        reducer, rank = make_reducer(engine), engine.communicator.rank
+        reducer, rank = make_reducer(engine, NAMED), engine.communicator.rank
         for step in range(5):
             take_step(reducer, step, [3, 1, 2])
         if rank == 1:
@@ -326,7 +322,7 @@ def test_a_sampler_that_does_not_know_the_numbers_is_an_error_without_them():
     """As with ends that are uneven, or where several samplers divide by speed."""
 
     def train(engine: Engine) -> None:
-        reducer = make_reducer(engine)
+        reducer = make_reducer(engine, NAMED)
         batches = Batches(3, "uneven", by_speed=True)
         batches.counts = [4, 2]
         engine.attached[Shares].batches.add(batches)

@@ -74,12 +74,12 @@ def test_an_archive_leads_to_the_copies(folder: Path) -> None:
     stream.seek(0)
     with tarfile.open(fileobj=stream) as archive:
         found = {f"/{each.name}": each for each in archive}
-        tool = archive.extractfile(found[f"{folder}/env/bin/tool"])
-        deep = archive.extractfile(found[f"{folder}/project/package/deep.txt"])
-        assert tool is not None
-        assert deep is not None
-        assert tool.read().decode() == f"#!{wanted.store}{folder}/env/bin/python\n"
-        assert deep.read() == b"package/deep.txt"
+        tool, deep = (
+            archive.extractfile(found[f"{folder}/{name}"]).read()
+            for name in ("env/bin/tool", "project/package/deep.txt")
+        )
+    assert tool.decode() == f"#!{wanted.store}{folder}/env/bin/python\n"
+    assert deep == b"package/deep.txt"
     assert found[f"{folder}/data/link"].linkname == f"{wanted.store}{folder}/project/beside.py"
     assert found[f"{folder}/env/bin/python"].linkname == sys.executable
     assert f"{folder}/project/notes.txt" not in found

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_reducers import make_reducer
 
 import ringreduce as rr
 from ringreduce.engine import Engine
 from ringreduce.testing import run_engines
-from ringreduce.training.binding.host import ArraySpec, HostMemory
+from ringreduce.training.binding.host import ArraySpec
 from ringreduce.training.gradients.record import ADDED, CHANGED, Record
-from ringreduce.training.optimizers.reducer import GradientReducer
 from ringreduce.training.optimizers.user_options import checked, named_options
 from ringreduce.training.options.features import StrategyOption
 from ringreduce.training.strategies import stages
@@ -45,13 +45,8 @@ def test_the_strategy_of_the_documents_skips_every_second_exchange(size: int, mo
             checked(named_options(every_second=True, **other), rr.Config(), [])
 
     def train(engine: Engine) -> None:
-        named = [("a", ArraySpec((3,), np.float32))]
-        options = checked(
-            named_options(op=rr.SUM, every_second=True), engine.communicator.config, [spec for _, spec in named]
-        )
-        settled = options.settled(engine.communicator, on_device=False)
-        reducer = GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", settled)
-        assert settled.in_words([])["every_second"] is True
+        reducer = make_reducer(engine, [("a", ArraySpec((3,), np.float32))], op=rr.SUM, every_second=True)
+        assert reducer.options.in_words([])["every_second"] is True
         for step in range(1, 12):
             (reduced,) = reducer.reduce([np.full(3, step * (engine.communicator.rank + 1), np.float32)])
             if step % 2:
@@ -75,9 +70,7 @@ def test_options_choose_the_strategy(size: int, options: dict[str, Any], chain: 
     """From the outside in."""
 
     def choose(engine: Engine) -> list[str]:
-        chosen = checked(named_options(**options), engine.communicator.config, [])
-        settled = chosen.settled(engine.communicator, on_device=False)
-        strategy: Any = GradientReducer(HostMemory(), engine, list, "values", "parameters", settled)._strategy
+        strategy = make_reducer(engine, [], **options)._strategy
         found = []
         while strategy is not None:
             found.append(type(strategy).__name__)
@@ -88,13 +81,7 @@ def test_options_choose_the_strategy(size: int, options: dict[str, Any], chain: 
 
 
 STEPS = 40
-
-
-def make_reducer(engine: Engine, count: int = 3, **options: Any) -> GradientReducer:
-    named = [(f"parameter {number}", ArraySpec((number + 1,), np.float32)) for number in range(count)]
-    chosen = checked(named_options(**options), engine.communicator.config, [spec for _, spec in named])
-    settled = chosen.settled(engine.communicator, on_device=False)
-    return GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", settled)
+NAMED = [(f"parameter {number}", ArraySpec((number + 1,), np.float32)) for number in range(3)]
 
 
 def gradients(step: int, rank: int, missing: int | None = None) -> list[Any]:
@@ -123,20 +110,16 @@ def test_buckets_of_shards_are_large_where_nothing_overlaps(options: dict[str, A
     assert run_engines(2, settle, config=rr.Config(bucket_nbytes=1 << 20, timeout_s=30.0)) == [nbytes] * 2
 
 
-def operations(engine: Engine) -> int:
-    return engine.tally.operations
-
-
 def test_steps_that_are_alike_take_one_operation() -> None:
     """An agreement and the buckets are two; what repeats the last step is one, but for steps 1, 2, 4, 8 and so on."""
 
     def train(engine: Engine) -> list[int]:
-        reducer, taken = make_reducer(engine, op=rr.SUM), []
+        reducer, taken = make_reducer(engine, NAMED, op=rr.SUM), []
         for step in range(STEPS):
-            before = operations(engine)
+            before = engine.tally.operations
             reduced = [total.tolist() for total in reducer.reduce(gradients(step, engine.communicator.rank))]
             assert reduced == [[3.0 * (step + number)] * (number + 1) for number in range(3)]
-            taken.append(operations(engine) - before)
+            taken.append(engine.tally.operations - before)
         return taken
 
     for taken in run_engines(2, train):
@@ -149,7 +132,7 @@ def test_a_rank_that_differs_makes_all_agree_first(odd_ranks: set[int], when: in
     """A rank without a gradient in some steps counts as zeros there, and nobody loses what it had."""
 
     def train(engine: Engine) -> None:
-        rank, reducer = engine.communicator.rank, make_reducer(engine, op=rr.SUM)
+        rank, reducer = engine.communicator.rank, make_reducer(engine, NAMED, op=rr.SUM)
         for step in range(STEPS):
             odd = step in (when, when + 1, when + 5)
             mine = gradients(step, rank, 1 if odd and rank in odd_ranks else None)
@@ -169,13 +152,13 @@ def test_ranks_that_never_agree_seldom_try_to_repeat() -> None:
     """Where one rank's gradients change in every other step, attempts become rare: at most one refusal per doubling."""
 
     def train(engine: Engine) -> int:
-        reducer = make_reducer(engine, op=rr.SUM)
-        before = operations(engine)
+        reducer = make_reducer(engine, NAMED, op=rr.SUM)
+        before = engine.tally.operations
         for step in range(4 * STEPS):
             odd = step % 8 == 7 and engine.communicator.rank == 1
             _, second, _ = reducer.reduce(gradients(step, engine.communicator.rank, 1 if odd else None))
             assert second.tolist() == [(1 if step % 8 == 7 else 3) * (step + 1.0)] * 2
-        return operations(engine) - before
+        return engine.tally.operations - before
 
     for count in run_engines(2, train):
         assert count < 2 * 4 * STEPS + 3 + 8
@@ -186,7 +169,7 @@ def test_results_that_are_held_keep_their_values(keep: Any) -> None:
     """What a step has returned, or a view of it, is not written to by later ones, repeated or not."""
 
     def train(engine: Engine) -> None:
-        reducer, history = make_reducer(engine, op=rr.SUM), []
+        reducer, history = make_reducer(engine, NAMED, op=rr.SUM), []
         for step in range(STEPS):
             total = reducer.reduce(gradients(step, engine.communicator.rank))
             if engine.communicator.rank == 0 and step % 7 == 5:
@@ -201,16 +184,13 @@ def test_parameters_that_come_and_go() -> None:
     """Each step is of the parameters that there are."""
 
     def train(engine: Engine) -> None:
-        named = [(str(number), ArraySpec((number + 1,), np.float32)) for number in range(3)]
-        used = [named[:2]]
-        options = checked(named_options(op=rr.SUM), engine.communicator.config, [spec for _, spec in named])
-        settled = options.settled(engine.communicator, on_device=False)
-        reducer = GradientReducer(HostMemory(), engine, lambda: used[0], "values", "parameters", settled)
+        used = NAMED[:2]
+        reducer = make_reducer(engine, used, op=rr.SUM)
         for step in range(STEPS):
-            used[0] = named[:2] if step < 10 else named if step < 20 else named[1:]
-            mine = [np.full(spec.shape, step * (engine.communicator.rank + 1), np.float32) for _, spec in used[0]]
+            used[:] = NAMED[:2] if step < 10 else NAMED if step < 20 else NAMED[1:]
+            mine = [np.full(spec.shape, step * (engine.communicator.rank + 1), np.float32) for _, spec in used]
             assert [total.tolist() for total in reducer.reduce(mine)] == [
-                [3.0 * step] * spec.shape[0] for _, spec in used[0]
+                [3.0 * step] * spec.shape[0] for _, spec in used
             ]
 
     run_engines(2, train)
@@ -220,14 +200,12 @@ def test_a_true_mismatch_is_one_error_for_all() -> None:
     """Ranks whose numbers of parameters differ hear of it once, and go on."""
 
     def train(engine: Engine) -> str:
-        rank, named = engine.communicator.rank, [("one", ArraySpec((1,), np.float32))]
-        options = checked(named_options(op=rr.SUM), engine.communicator.config, [])
-        settled = options.settled(engine.communicator, on_device=False)
-        reducer = GradientReducer(HostMemory(), engine, lambda: named, "values", "parameters", settled)
+        named = [("one", ArraySpec((1,), np.float32))]
+        reducer = make_reducer(engine, named, op=rr.SUM)
         reducer.checks.after_join()  # compares no data
         for _ in range(6):
             reducer.reduce([np.ones(1, np.float32)])
-        if rank == 1:
+        if engine.communicator.rank == 1:
             named.append(("two", ArraySpec((1,), np.float32)))
         with pytest.raises(rr.MismatchError) as caught:
             reducer.reduce([np.ones(1, np.float32)] * len(named))
@@ -247,7 +225,7 @@ def test_signed_numbers_differ_or_not(said: tuple[int | None, int | None]) -> No
         def empty(self, count: int, dtype: Any) -> Any:
             return np.full(count, 255, dtype)
 
-    memory: Any = Memory()
+    memory = Memory()
     records = [Record(memory, 2, overlaps=True) for _ in said]
     for record, number in zip(records, said, strict=True):
         record.begin(bytes([1, 255]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -116,7 +115,7 @@ def test_all_of_a_process_set_is_closed() -> None:
     def fail() -> None:
         raise TransportError("a kernel of the user's")
 
-    engine: Any = SimpleNamespace(close=fail)
-    communicator: Any = SimpleNamespace(close=lambda: closed.append("communicator"))
+    engine = SimpleNamespace(close=fail)
+    communicator = SimpleNamespace(close=lambda: closed.append("communicator"))
     assert isinstance(caught(Membership(communicator, engine).close), TransportError)
     assert closed == ["communicator"]

@@ -71,7 +71,6 @@ def announced(*told: Snapshot) -> Iterator[list[subprocess.Popen[bytes]]]:
     started = [subprocess.Popen(each, stdout=subprocess.PIPE) for each in words]
     try:
         for each in started:
-            assert each.stdout is not None
             each.stdout.readline()
         yield started
     finally:

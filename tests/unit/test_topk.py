@@ -211,20 +211,6 @@ def test_a_state_of_another_bucket_is_refused(layout: Layout) -> None:
         stateless.load_state_dict(reducer.state_dict())
 
 
-@pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)]])
-def test_an_empty_bucket_stays_empty(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
-    """A bucket of nothing can be reduced, saved and loaded."""
-
-    def run(communicator: Communicator) -> float:
-        sizes, places, length = layout(shapes, gap=0)
-        reducer = TopK().reducer(sizes, places)
-        reducer.reduce(communicator, np.empty(length, np.float32), average=True)
-        reducer.load_state_dict(reducer.state_dict())
-        return reducer.error
-
-    assert run_ranks(2, run) == [0.0, 0.0]
-
-
 def test_what_lies_between_parameters_has_no_influence(layout: Layout) -> None:
     """Gaps are never sent, even if there are NaNs in them, and come back as zeros."""
     shapes, places, length = layout([(3,), (2, 2)])

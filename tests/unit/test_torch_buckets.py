@@ -32,7 +32,7 @@ def make_bucket(*parameters: Any) -> Bucket:
         def empty(self, shape: int, dtype: Any) -> Any:
             return np.full(shape, 255, dtype)
 
-    memory: Any = Memory()
+    memory = Memory()
     return Bucket(TorchParameters(memory), parameters, memory)
 
 
@@ -40,10 +40,10 @@ def looks(bucket: Bucket) -> list[int]:
     return bucket.look([slot.parameter.grad for slot in bucket.slots])
 
 
-def make_gradients(engine: Engine, parameters: list[Any], op: rr.ReduceOp, bucket_nbytes: int = 4 << 20) -> Gradients:
+def make_gradients(engine: Engine, parameters: list[Any], bucket_nbytes: int = 4 << 20) -> Gradients:
     """The gradients of parameters, on one rank of several."""
     memory = TorchParameters(engine.communicator)
-    options = Options(op=op, bucket_nbytes=bucket_nbytes, overlap=False, skip_unused=True)
+    options = Options(op=rr.SUM, bucket_nbytes=bucket_nbytes, overlap=False, skip_unused=True)
     named = [("?", parameter) for parameter in parameters]
     chosen = checked(options, engine.communicator.config, parameters)
     return Gradients(memory, GradientReducer(memory, engine, lambda: named, "SGD", "parameters", chosen), lambda: None)
@@ -94,7 +94,7 @@ def test_hooks_end_with_their_owner() -> None:
 
     def train(engine: Engine) -> None:
         parameter = torch.zeros(LARGE_NBYTES // 4, requires_grad=True)
-        gradients = make_gradients(engine, [parameter], rr.SUM, 1)
+        gradients = make_gradients(engine, [parameter], 1)
         parameter.sum().backward()
         gradients.reduce()
         assert parameter._post_accumulate_grad_hooks
@@ -118,7 +118,7 @@ def test_kept_gradients_keep_their_values(keep: Any, keeping_ranks: set[int]) ->
 
     def train(engine: Engine) -> None:
         parameters = [torch.zeros(shape, requires_grad=True) for shape in (LARGE, (3, 1), (3, 1))]
-        gradients = make_gradients(engine, parameters, rr.SUM, 4 << 20)
+        gradients = make_gradients(engine, parameters)
         history = []
         for step in range(1, 6):
             for parameter in parameters:
@@ -145,7 +145,7 @@ def test_gradients_in_place_stay_in_place_beside_a_kept_one() -> None:
 
     def train(engine: Engine) -> None:
         parameters = [torch.zeros(2, requires_grad=True) for _ in range(2)]
-        gradients = make_gradients(engine, parameters, rr.SUM, 4 << 20)
+        gradients = make_gradients(engine, parameters)
         for parameter in parameters:
             parameter.grad = torch.ones(2)
         gradients.reduce()
@@ -165,7 +165,7 @@ def test_gradients_whose_data_was_replaced_are_reduced() -> None:
 
     def train(engine: Engine) -> None:
         parameter = torch.zeros(LARGE, requires_grad=True)
-        gradients = make_gradients(engine, [parameter], rr.SUM, 4 << 20)
+        gradients = make_gradients(engine, [parameter])
         for step in range(1, 4):
             parameter.grad = None
             parameter.sum().backward()

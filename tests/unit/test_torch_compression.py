@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,10 +39,10 @@ def loss_of(model: Any, rank: int, step: int) -> Any:
     return (model(inputs) - targets).square().mean()
 
 
-def trained(process_set: ProcessSet, compression: Any, steps: int, lr: float = 0.2) -> tuple[Any, Any]:
+def trained(process_set: ProcessSet, compression: Any, steps: int) -> tuple[Any, Any]:
     """Return a model after some steps of all ranks, and its optimizer."""
     model = model_of()
-    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    inner = torch.optim.SGD(model.parameters(), lr=0.2)
     optimizer = hvd.DistributedOptimizer(inner, compression=compression, process_set=process_set)
     for step in range(steps):
         train(model, optimizer, process_set.rank(), step)
@@ -56,10 +55,10 @@ def train(model: Any, optimizer: Any, rank: int, step: int) -> None:
     optimizer.step()
 
 
-def alone(size: int, steps: int, lr: float = 0.2) -> Any:
+def alone(size: int, steps: int) -> Any:
     """Return a model that one process has trained on the batches of all ranks."""
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for step in range(steps):
         optimizer.zero_grad()
         sum(loss_of(model, rank, step) / size for rank in range(size)).backward()
@@ -69,10 +68,6 @@ def alone(size: int, steps: int, lr: float = 0.2) -> Any:
 
 def flat(model: Any) -> Any:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
-def on_nodes(size: int, check: Callable[[ProcessSet], Any], node_size: int = 1) -> list[Any]:
-    return run_process_sets(size, check, node_size=node_size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -85,7 +80,7 @@ def test_weights_are_equal_on_all_ranks_and_close_to_those_of_one_process(size: 
         assert 0.0 < optimizer.compression_error < 0.2 or size == 1
         return flat(model)
 
-    results = on_nodes(size, check)
+    results = run_process_sets(size, check, node_size=1)
     assert all(torch.equal(each, results[0]) for each in results)
     expected, start = flat(alone(size, 5)), flat(model_of())
     assert torch.linalg.norm(results[0] - expected) < 0.15 * torch.linalg.norm(expected - start)
@@ -111,7 +106,7 @@ def test_structural_compressions_train(size: int, compression: Any) -> None:
         assert torch.equal(flat(other), flat(model))
         return model
 
-    models = on_nodes(size, check)
+    models = run_process_sets(size, check, node_size=1)
     assert all(torch.equal(flat(each), flat(models[0])) for each in models)
     single = alone(size, 41)
     final = sum(float(loss_of(models[0], 0, step).detach()) for step in range(100, 110))
@@ -147,7 +142,7 @@ def test_a_state_dict_is_a_checkpoint_of_tensors(compression: Any, kept: set[str
             assert torch.equal(tensor, state["compression"]["buckets"][0][name])
             assert not torch.equal(tensor, optimizer.state_dict()["compression"]["buckets"][0][name])
 
-    on_nodes(2, check)
+    run_process_sets(2, check, node_size=1)
 
 
 def test_a_state_dict_of_another_rank_or_number_of_ranks_leaves_its_residual_out() -> None:
@@ -161,7 +156,7 @@ def test_a_state_dict_of_another_rank_or_number_of_ranks_leaves_its_residual_out
             fresh.load_state_dict({**saved, "compression": {**saved["compression"], name: 7}})
             assert "compression" not in fresh.state_dict()
 
-    on_nodes(2, check)
+    run_process_sets(2, check, node_size=1)
 
 
 def test_parameters_of_other_dtypes_travel_as_they_are() -> None:
@@ -179,7 +174,7 @@ def test_parameters_of_other_dtypes_travel_as_they_are() -> None:
         torch.testing.assert_close(weight.detach(), torch.full((5,), -0.5j, dtype=torch.complex128), rtol=1e-15, atol=0)
         torch.testing.assert_close(narrow.detach(), -torch.linspace(-1, 1, 300), rtol=0, atol=0.01)
 
-    on_nodes(2, check)
+    run_process_sets(2, check, node_size=1)
 
 
 @pytest.mark.parametrize("compression", WIRES[2:], ids=lambda each: each.wire)
@@ -198,4 +193,4 @@ def test_allreduce_takes_wire_formats(compression: Any) -> None:
         assert integers.tolist() == [4, 8]
         torch.testing.assert_close(floats, torch.full((3,), 2.0), rtol=0.01, atol=0)
 
-    on_nodes(2, check)
+    run_process_sets(2, check, node_size=1)

@@ -136,7 +136,7 @@ def test_an_operation_that_is_waited_for_runs_on_its_callers_stream(cuda: TorchS
     mine = cuda.Stream()
     with cuda.stream(mine):
         mine.enqueue("more input")
-        run = streams.on_this_stream(lambda world: cuda.current_stream().enqueue("operation"))
+        run = streams.on_this_stream(lambda world: cuda.current_stream().enqueue("operation"), torch.device("cuda", 0))
     assert on_another_thread(run, World()) == {"more input"}
     assert "operation" in mine.before
     assert cuda.current_stream() is cuda.main
@@ -145,11 +145,10 @@ def test_an_operation_that_is_waited_for_runs_on_its_callers_stream(cuda: TorchS
 
 def test_an_operation_beside_the_program_comes_after_its_input_and_before_its_result(cuda: TorchStreams) -> None:
     """It starts after what was enqueued at submission, not after what came later; only `finish` waits for it."""
-    world: Any = World()
     cuda.main.enqueue("input")
     run, finish = streams.beside_this_stream(lambda world: cuda.current_stream().enqueue("operation"), [torch.zeros(3)])
     cuda.main.enqueue("what came later")
-    assert on_another_thread(run, world) == {"input"}
+    assert on_another_thread(run, World()) == {"input"}
     assert "operation" not in cuda.main.before
     finish(torch.zeros(3))
     assert "operation" in cuda.main.before
@@ -160,15 +159,13 @@ def test_each_communicator_has_its_own_stream(cuda: TorchStreams) -> None:
     """The same one each time; sets of ranks that begin in different orders do not wait for each other."""
     first, second = World(), World()
     device = torch.device("cuda", 0)
-    streams_of: Any = streams.own_stream
-    assert streams_of(first, device) is streams_of(first, device)
-    assert streams_of(first, device) is not streams_of(second, device)
+    assert streams.own_stream(first, device) is streams.own_stream(first, device)
+    assert streams.own_stream(first, device) is not streams.own_stream(second, device)
 
 
 def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -> None:
     """A buffer is filled after all streams that contribute, worked on when filled, filled again when worked on."""
-    world: Any = World()
-    sync = streams.CudaStreamSync(torch.device("cuda", 0), world)
+    sync = streams.CudaStreamSync(torch.device("cuda", 0), World())
     other = cuda.Stream()
     other.enqueue("gradient of another stream")
     with cuda.stream(other):
@@ -189,8 +186,7 @@ def test_a_handover_orders_filling_working_and_coming_back(cuda: TorchStreams) -
 
 def test_work_that_fails_is_over_as_well(cuda: TorchStreams) -> None:
     """The next filling comes after what it has enqueued."""
-    world: Any = World()
-    sync = streams.CudaStreamSync(torch.device("cuda", 0), world)
+    sync = streams.CudaStreamSync(torch.device("cuda", 0), World())
     with sync.filling():
         pass
 

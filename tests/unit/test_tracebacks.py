@@ -55,9 +55,7 @@ def test_a_message_of_several_lines_is_shown_once() -> None:
         note("2 of 3 ranks", "E: the ranks disagree:"),
     ]
     assert shown(b"1\n", *several, expected[6], *several, b"2\n") == b"".join(expected)
-    assert shown(*several[:4], *several) == b"".join(
-        [*several[:4], several[4], note("2 of 3 ranks", "E: the ranks disagree:")]
-    )
+    assert shown(*several[:4], *several) == b"".join([*several, note("2 of 3 ranks", "E: the ranks disagree:")])
     assert shown(*several, *OTHER, b"  indented\n") == b"".join([*several, *OTHER, b"  indented\n"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,8 @@ class Machine:
         now: on the clock.
         machine: on which machine the rank runs; None: all ranks are on one.
         others: how many cores of it other processes take.
+        said: what is printed.
+        result: of what was done on the rank; the error, where it was refused.
     """
 
     communicator: Communicator
@@ -52,6 +55,7 @@ class Machine:
     machine: int | None = None
     others: float = 0.0
     said: list[str] = field(default_factory=list)
+    result: Any = None
 
     def seconds(self, name: str, nbytes: int) -> float:
         return self.special.get((name, nbytes)) or TRUTH.predict(name, nbytes, self.communicator.topology)
@@ -98,11 +102,11 @@ def on_ranks(
     function: Callable[[Machine], object],
     special: dict[tuple[str, int], float] | None = None,
 ) -> list[Machine]:
-    """Run on ranks with a machine each; return the machines."""
+    """Do something on ranks with a machine each; return the machines, with the results."""
 
     def run(communicator: Communicator) -> Machine:
         machine = Machine(communicator, special=special or {})
-        function(machine)
+        machine.result = function(machine)
         return machine
 
     return run_ranks(size, run, node_size=node_size)
@@ -114,17 +118,17 @@ def test_the_fastest_is_found(size: int, node_size: int | None, tmp_path: Path):
 
     The model that is fitted predicts every algorithm at every size, though most are measured at three.
     """
-    tables: list[Table] = []
-    machine = on_ranks(size, node_size, lambda machine: tables.append(machine.tune(tmp_path)))[0]
-    assert all(table == tables[0] for table in tables)
-    assert [row.nbytes for row in tables[0].rows] == sorted(SIZES)
+    machine, *others = on_ranks(size, node_size, lambda machine: machine.tune(tmp_path))
+    table = machine.result
+    assert all(each.result == table for each in others)
+    assert [row.nbytes for row in table.rows] == sorted(SIZES)
     for nbytes in SIZES:
         fastest = min(machine.seconds(name, nbytes) for name in machine.algorithms())
-        chosen = tables[0].choose(nbytes)
+        chosen = table.choose(nbytes)
         assert chosen.seconds <= 1.05 * fastest + 2e-9  # times are kept to the nanosecond
         assert chosen.seconds == pytest.approx(machine.seconds(chosen.algorithm, nbytes), abs=1e-9)
         for name in machine.algorithms():
-            predicted = tables[0].model.predict(name, nbytes, machine.communicator.topology)
+            predicted = table.model.predict(name, nbytes, machine.communicator.topology)
             assert predicted == pytest.approx(machine.seconds(name, nbytes), rel=1e-3), (name, nbytes)
 
 
@@ -147,49 +151,45 @@ def test_only_what_can_win_is_measured(size: int, node_size: int | None, tmp_pat
 
 def test_the_table_is_written_where_later_runs_look(tmp_path: Path):
     """Under the name of its key; reading it gives what was returned."""
-    tables: list[Table] = []
-    on_ranks(4, 2, lambda machine: tables.append(machine.tune(tmp_path / "new")))
-    key = Key(tables[0].key.topology, "none", ringreduce.__version__)
+    table = on_ranks(4, 2, lambda machine: machine.tune(tmp_path / "new"))[0].result
+    key = Key(table.key.topology, "none", ringreduce.__version__)
     (path,) = (tmp_path / "new").iterdir()
     assert path.name == key.file_name
-    assert Table.load(path, key) == tables[0]
+    assert Table.load(path, key) == table
 
 
 def test_raw_times_are_kept(tmp_path: Path):
     """A small size gets all iterations that it can use, and all their times are in the table."""
-    tables: list[Table] = []
-    on_ranks(2, None, lambda machine: tables.append(machine.tune(tmp_path)))
-    assert {len(each.times_s) for each in tables[0].rows[0].candidates} == {300}
-    assert {len(each.times_s) for each in tables[0].rows[-1].candidates} == {32}
+    table = on_ranks(2, None, lambda machine: machine.tune(tmp_path))[0].result
+    assert {len(each.times_s) for each in table.rows[0].candidates} == {300}
+    assert {len(each.times_s) for each in table.rows[-1].candidates} == {32}
 
 
 def test_winners_are_measured_beside_their_size(tmp_path: Path):
     """What wins at one size alone is measured at both sizes beside it, so that it can be chosen in between."""
     before, here = 1 << 14, 1 << 15
-    tables: list[Table] = []
-    machines = on_ranks(4, 1, lambda machine: tables.append(machine.tune(tmp_path)), special={("ring", here): 1e-6})
-    first = {nbytes: names for nbytes, names, _ in reversed(machines[0].calls[3:])}
+    machine, *_ = on_ranks(4, 1, lambda machine: machine.tune(tmp_path), special={("ring", here): 1e-6})
+    first = {nbytes: names for nbytes, names, _ in reversed(machine.calls[3:])}
     assert "ring" in first[here]
     assert "ring" not in first[before]
-    rows = {row.nbytes: row.medians for row in tables[0].rows}
-    assert rows[before]["ring"] == pytest.approx(machines[0].seconds("ring", before), abs=1e-9)
-    assert tables[0].choose(here - 4).algorithm == "ring"
-    assert tables[0].choose(before).algorithm != "ring"
+    rows = {row.nbytes: row.medians for row in machine.result.rows}
+    assert rows[before]["ring"] == pytest.approx(machine.seconds("ring", before), abs=1e-9)
+    assert machine.result.choose(here - 4).algorithm == "ring"
+    assert machine.result.choose(before).algorithm != "ring"
 
 
 @pytest.mark.parametrize("budget_s", [0.0, 0.05, 1.0, 60.0])
 def test_time_is_kept(budget_s: float, tmp_path: Path):
     """A short time leaves large sizes out, and says so; the smallest is always there."""
     slow = {(name, nbytes): 1e-7 * nbytes + 1e-4 for name in ("ring", "one_shot") for nbytes in SIZES}
-    tables: list[Table] = []
-    machines = on_ranks(4, 1, lambda machine: tables.append(machine.tune(tmp_path, budget_s)), special=slow)
-    unavoidable = sum(machines[0].seconds(name, SIZES[0]) for name in machines[0].algorithms()) * 28
-    unavoidable += sum(machines[0].seconds(name, SIZES[5]) for name in machines[0].algorithms()) * 14
-    assert machines[0].now <= 1.2 * budget_s + unavoidable
-    assert tables[0].rows[0].nbytes == SIZES[0]
-    left_out = len(tables[0].rows) < len(SIZES)
+    machine, *_ = on_ranks(4, 1, lambda machine: machine.tune(tmp_path, budget_s), special=slow)
+    unavoidable = sum(machine.seconds(name, SIZES[0]) for name in machine.algorithms()) * 28
+    unavoidable += sum(machine.seconds(name, SIZES[5]) for name in machine.algorithms()) * 14
+    assert machine.now <= 1.2 * budget_s + unavoidable
+    assert machine.result.rows[0].nbytes == SIZES[0]
+    left_out = len(machine.result.rows) < len(SIZES)
     assert left_out == (budget_s < 60)
-    assert left_out == any("and more: no time left" in text for text in machines[0].said)
+    assert left_out == any("and more: no time left" in text for text in machine.said)
 
 
 def test_rank_0_decides(tmp_path: Path):
@@ -232,8 +232,7 @@ def test_what_the_rules_lose_is_shown(tmp_path: Path):
 def test_a_table_that_cannot_be_written_is_everyones_error(tmp_path: Path):
     """No rank is left to wait for rank 0, which found the folder unusable."""
     (tmp_path / "file").write_text("")
-    errors: list[object] = []
-    on_ranks(4, 2, lambda machine: errors.append(caught(machine.tune, tmp_path / "file")))
+    errors = [each.result for each in on_ranks(4, 2, lambda machine: caught(machine.tune, tmp_path / "file"))]
     assert [type(error) for error in errors] == [ConfigError] * 4
     assert len({str(error) for error in errors}) == 1
     assert "cannot be written" in str(errors[0])
@@ -247,8 +246,8 @@ def busy(machine: Machine) -> Machine:
 
 def test_no_table_is_written_beside_other_work(tmp_path: Path):
     """All ranks are refused alike, soon; the error says how much the others took, and how to do it all the same."""
-    errors: list[object] = []
-    machines = on_ranks(4, 1, lambda machine: errors.append(caught(busy(machine).tune, tmp_path)))
+    machines = on_ranks(4, 1, lambda machine: caught(busy(machine).tune, tmp_path))
+    errors = [machine.result for machine in machines]
     assert [type(error) for error in errors] == [ConfigError] * 4
     assert len({str(error) for error in errors}) == 1
     assert "machine of ranks 0-3, other processes took 0.30 cores on average, and the ranks 3.60" in str(errors[0])
@@ -278,17 +277,17 @@ def test_other_work_that_comes_later_is_seen(tmp_path: Path):
 @pytest.mark.parametrize(("others", "told"), [(0.3, True), (0.19, False)])
 def test_a_table_can_be_made_beside_other_work(others: float, told: bool, tmp_path: Path):
     """If that is asked for: table, `explain` and output tell how much it was. What a system does for itself is not."""
-    tables: list[Table] = []
 
-    def run(machine: Machine) -> None:
+    def run(machine: Machine) -> Table:
         machine.others = others
-        tables.append(machine.tune(tmp_path, even_if_busy=True))
+        return machine.tune(tmp_path, even_if_busy=True)
 
     machines = on_ranks(2, None, run)
     (path,) = tmp_path.iterdir()
-    assert Table.load(path, tables[0].key) == tables[0] == tables[1]
-    assert tables[0].busy_cores == pytest.approx(others * told)
-    assert tables[0].explain(8).endswith("; measured while other processes took 0.3 cores") == told
+    table = machines[0].result
+    assert Table.load(path, table.key) == table == machines[1].result
+    assert table.busy_cores == pytest.approx(others * told)
+    assert table.explain(8).endswith("; measured while other processes took 0.3 cores") == told
     assert ("other processes took 0.30 cores on average" in "".join(machines[0].said)) == told
 
 

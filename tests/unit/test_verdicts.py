@@ -322,13 +322,11 @@ def test_parts_add_up_to_a_step() -> None:
     found = figures_of(
         metrics(pace(waited_s=30.0), late), laps(step_s=0.1, blocking_s=0.002), nodes=[[0, 1]], began_s=3.0, made=1009
     )
-    assert found is not None
     assert (found.step_s, found.samples_per_s) == pytest.approx((0.1, 640.0))
     assert found.steps == 1009, "those after the last lap, too"
     assert (found.start_s, found.steps_s) == pytest.approx((2.0, 100.0)), "what came before is no part of a step"
     assert (found.input_s, found.waiting_s, found.communication_s) == pytest.approx((0.01, 0.015, 0.012))
     assert found.compute_s + found.input_s + found.waiting_s + found.communication_s == pytest.approx(found.step_s)
-    assert found.slow is not None
     assert (found.slow.rank, found.slow.kind, found.slow.cause) == (1, "always", "waiting")
 
 
@@ -336,7 +334,6 @@ def test_without_paces_this_rank_alone_is_known() -> None:
     """As in programs that reduce by themselves: waiting is a part of communication."""
     spent = {"blocking_s": 0.03, "waited_s": 0.01, "loading_s": 0.02, "delayed_s": 0.001}
     found = figures_of(metrics(), laps(step_s=0.1, **spent), nodes=[[0], [1]], began_s=3.0, made=1009)
-    assert found is not None
     assert (found.input_s, found.waiting_s, found.communication_s) == pytest.approx((0.02, 0.0, 0.04))
     assert (found.ranks, found.nodes, found.slow, found.crowded) == (2, 2, None, pytest.approx(0.01))
 
@@ -345,7 +342,6 @@ def test_waiting_for_a_core_counts_while_ranks_compute() -> None:
     """What they wait while they wait for others costs nothing; a rank wants a core while it has one or waits for it."""
     ranks = metrics(pace(delayed_s=5.0, loading_s=30.0), pace(delayed_s=1.0, loading_s=0.0))
     found = figures_of(ranks, laps(step_s=0.1, delayed_s=0.09), nodes=[[0, 1]], began_s=3.0, made=1009)
-    assert found is not None
     assert found.crowded == pytest.approx(6.0 / (20.0 + 6.0))
 
 
@@ -368,7 +364,6 @@ def test_ranks_that_share_too_few_cores_are_named(cores: tuple[tuple[int, ...], 
     """Only those of one host, and only where there are fewer cores than ranks; many cores are not known."""
     paces = metrics(*(pace(cores=each) for each in cores))
     found = figures_of(paces, laps(step_s=0.1), nodes=[[0, 1], [2, 3]], began_s=3.0, made=1009)
-    assert found is not None
     assert list(found.crowds) == crowds
 
 
@@ -421,9 +416,7 @@ def test_what_comes_before_the_first_step_or_after_the_last_is_no_use(monkeypatc
         now["time"] += seconds
         now["gc_pause_s"] += collecting_s
         recorder.count(steps, 0)
-        told = recorder.write_status()
-        assert told is not None
-        return told
+        return recorder.write_status()
 
     assert uses_of([spend(60.0, 50.0, steps=0)]) == []
     assert uses_of([spend(30.0, 20.0, steps=1)]) == []
@@ -446,9 +439,7 @@ def written(path: Path, step_s: float, *, noise: float = 0.0, **changes: Any) ->
     for number in range(41):
         steps.append(Lap(1 + 10 * number, 0, now, Spent()))
         now += 10 * step_s * (1 + noise * (number % 3 - 1))
-    report = report_of(figures, steps, {"loss": 0.25})
-    assert report is not None
-    report.write(str(path))
+    report_of(figures, steps, {"loss": 0.25}).write(str(path))
     return str(path)
 
 
@@ -494,7 +485,6 @@ def test_what_is_new_and_what_has_gone_is_said(tmp_path: Path) -> None:
 def test_what_is_no_number_is_null_in_a_report() -> None:
     """As JSON has neither NaN nor infinity."""
     report = report_of(replace(HEALTHY, input_s=0.1), laps(step_s=0.1), {"loss": math.nan})
-    assert report is not None
     assert report.found[0].speedup == math.inf
     said = json.loads(report.to_json(), parse_constant=pytest.fail)
     assert (said["values"], said["found"][0]["speedup"]) == ({"loss": None}, None)

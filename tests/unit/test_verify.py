@@ -271,11 +271,11 @@ def pick(data: st.DataObject, options: Sequence[Choice], label: str) -> Choice:
     return data.draw(st.sampled_from(options), label=label)
 
 
-def each_transfer(schedules: Schedules, lists: Sequence[str] = LISTS) -> Iterator[tuple[int, int, str, int]]:
+def each_transfer(schedules: Schedules) -> Iterator[tuple[int, int, str, int]]:
     """Yield where every transfer stands: rank, step, list, place in the list."""
     for rank, schedule in enumerate(schedules):
         for number, step in enumerate(schedule.steps):
-            for name in lists:
+            for name in LISTS:
                 yield from ((rank, number, name, place) for place in range(len(getattr(step, name))))
 
 
@@ -296,11 +296,9 @@ def with_steps(schedules: Schedules, rank: int, steps: Sequence[Step]) -> Schedu
     return changed
 
 
-def chosen(
-    schedules: Schedules, data: st.DataObject, lists: Sequence[str] = LISTS
-) -> tuple[int, int, str, int, Transfer]:
+def chosen(schedules: Schedules, data: st.DataObject) -> tuple[int, int, str, int, Transfer]:
     """Draw one transfer: where it stands and what it is."""
-    rank, number, name, place = pick(data, list(each_transfer(schedules, lists)), "transfer")
+    rank, number, name, place = pick(data, list(each_transfer(schedules)), "transfer")
     return rank, number, name, place, getattr(schedules[rank].steps[number], name)[place]
 
 

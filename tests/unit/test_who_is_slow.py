@@ -134,7 +134,6 @@ def test_who_must_be_named(name: str) -> None:
     step_s = float(own.max(axis=0).mean()) + 0.002
     laps = [Lap(1 + 16 * number, 0, 16 * number * step_s, Spent()) for number in range(STEPS // 16)]
     figures = figures_of(metrics, laps, nodes=[ranks], began_s=0.0, made=1009)
-    assert figures is not None
     assert (None if figures.slow is None else figures.slow.rank) == case.named
     said = {each.name: each.says for each in judge(replace(figures, steps_s=60.0))}
     assert ("slow rank" in said) == (case.named is not None and case.named >= 0)

@@ -45,7 +45,7 @@ def mismatches() -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls that all ranks know, confused by one of them in turn, so that messages are under way."""
     rr.init()
     rr.world()._context.agreement.patience_s = 0.01  # how long a rank waits before it grows suspicious
-    arrays = [np.ones(count, np.float32) for count in (40_000, 40_001)]
+    arrays = [np.ones(count, np.float32) for count in (80_000, 80_001)]
     for array in arrays:
         rr.allreduce(array)
     turn = 0

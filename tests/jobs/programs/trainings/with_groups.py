@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import ringreduce.torch as hvd
 import ringreduce.torch.distributed  # noqa: F401  (registers the backend)
 from trainings import episodes
 from trainings.episodes import RANK, SIZE, Episode
-from trainings.with_torch import OPTIMIZERS
+from trainings.with_torch import OPTIMIZERS, begin  # noqa: F401 which fuzz_training.py calls
 
 
 class Model(nn.Module):
@@ -108,9 +107,3 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
     del trainings
     dist.destroy_process_group()
     return steps
-
-
-def begin() -> None:
-    """Begin."""
-    hvd.init()
-    torch.set_num_threads(1)

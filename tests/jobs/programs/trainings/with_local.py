@@ -16,7 +16,13 @@ import ringreduce.torch as hvd
 from ringreduce.training.options.local_options import LocalOptions
 from trainings import episodes
 from trainings.episodes import PRIVATE, RANK, SIZE, Draw, Episode
-from trainings.with_torch import OPTIMIZERS, Model, from_another_job
+from trainings.with_torch import (
+    OPTIMIZERS,
+    Model,
+    begin,  # noqa: F401 which fuzz_training.py calls
+    for_another_job,
+    from_another_job,
+)
 
 sys.path.append(str(Path(__file__).parents[3]))
 from suites.exchanges import Exchanges, Weights
@@ -256,15 +262,5 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
     trainings += [Training(episode, 1)] if episode.draw.chance(0.3) else []
     steps = episodes.train_in_turn(episode, trainings, hvd.shutdown, hvd.init)
     if file is not None:
-        state = trainings[0].save()
-        if RANK == 0:
-            torch.save(state, file.with_suffix(".new"))
-            file.with_suffix(".new").replace(file)  # not half of it, if saving fails
-        hvd.barrier()
+        for_another_job(file, trainings[0].save())
     return steps
-
-
-def begin() -> None:
-    """Begin."""
-    hvd.init()
-    torch.set_num_threads(1)

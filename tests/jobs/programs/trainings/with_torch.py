@@ -525,6 +525,14 @@ def from_another_job(file: Path | None) -> dict[str, Any] | None:
     return saved
 
 
+def for_another_job(file: Path, state: dict[str, Any]) -> None:
+    """Save what a training goes on from, by rank 0."""
+    if RANK == 0:
+        torch.save(state, file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)  # not half of it, if saving fails
+    hvd.barrier()
+
+
 def train(episode: Episode, way: str, folder: Path | None) -> int:
     """Train one or two models in turn; return the number of steps.
 
@@ -542,11 +550,7 @@ def train(episode: Episode, way: str, folder: Path | None) -> int:
     steps = episodes.train_in_turn(episode, trainings, hvd.shutdown, hvd.init)
     # The next job may go on in any way, with a model of all kinds of parameters.
     if file is not None and not trainings[0].model.table.sparse and trainings[0].model.odd:
-        state = trainings[0].save()
-        if RANK == 0:
-            torch.save(state, file.with_suffix(".new"))
-            file.with_suffix(".new").replace(file)  # not half of it, if saving fails
-        hvd.barrier()
+        for_another_job(file, trainings[0].save())
     return steps
 
 
