@@ -5,7 +5,8 @@
 
 The loop has no signatures, checks or time limits. Each rank sums one block of all arrays, in pieces that fit in its
 cache, and copies the sums to the other ranks' results. It sets a flag before and after that, and waits for the flags
-of the others. Where ringreduce takes as long, only another algorithm would be quicker.
+of the others. Where ringreduce takes as long, only another algorithm would be quicker. Beside them are exact sums, which
+the loop cannot make, of normally distributed numbers into another array.
 
 Arrays are float32 in memory that the ranks share, which are on one node. Times are medians of the slowest rank.
 """
@@ -92,15 +93,17 @@ class Loop:
 
 
 def measure(nbytes: int) -> tuple[list[float], list[float]]:
-    """Return microseconds of the loop and of ringreduce, each for all `RESULTS`. Collective."""
+    """Return microseconds of the loop and of ringreduce, each for all `RESULTS`, and of an exact sum. Collective."""
     loop = Loop(nbytes)
-    array, other = (ringreduce.empty(nbytes // 4, np.float32) for _ in range(2))
+    array, other, normal = (ringreduce.empty(nbytes // 4, np.float32) for _ in range(3))
     array[:] = 0
+    normal[:] = np.random.default_rng(ringreduce.rank()).standard_normal(normal.size)
     calls: list[Callable[[], object]] = [
         *(partial(next, map(loop.run, numbers)) for numbers in (repeat(0), repeat(1), cycle((1, 2)))),
         partial(ringreduce.allreduce, array, out=array),
         partial(ringreduce.allreduce, array, out=other),
         partial(ringreduce.allreduce, array),
+        partial(ringreduce.reproducible_allreduce, ringreduce.world(), normal, out=other),
     ]
     contenders = [Contender("allreduce", array, call) for call in calls]
     times = time_in_turn(ringreduce.world(), contenders, 4 * iterations_for(nbytes), warmup=10)
@@ -110,9 +113,9 @@ def measure(nbytes: int) -> tuple[list[float], list[float]]:
 
 def ratios(size: str, loop: list[float], ours: list[float]) -> dict[str, float]:
     """Return how long calls take, over the loop and over the call in place."""
-    kinds = list(zip(RESULTS, loop, ours, strict=True))
-    over_loop = {f"{kind}/loop {size}": call / alone for kind, alone, call in kinds}
-    return over_loop | {f"{kind}/in place {size}": call / ours[0] for kind, _, call in kinds[1:]}
+    over_loop = {f"{kind}/loop {size}": call / alone for kind, alone, call in zip(RESULTS, loop, ours, strict=False)}
+    others = zip((*RESULTS[1:], "exact"), ours[1:], strict=True)
+    return over_loop | {f"{kind}/in place {size}": call / ours[0] for kind, call in others}
 
 
 def main() -> None:
@@ -124,14 +127,14 @@ def main() -> None:
     ringreduce.init()
     found: dict[str, float] = {}
     if ringreduce.rank() == 0:
-        print(f"{'us':<10}" + "".join(f"{kind:>11}: loop{'call':>10}" for kind in RESULTS))
+        print(f"{'us':<10}" + "".join(f"{kind:>11}: loop{'call':>10}" for kind in RESULTS) + f"{'exact':>11}")
     for nbytes in map(parse_nbytes, arguments.sizes):
         loop, ours = measure(nbytes)
         size = format_nbytes(nbytes)
         found |= ratios(size, loop, ours)
         if ringreduce.rank() == 0:
-            row = "".join(f"{alone:>17.1f}{call:>10.1f}" for alone, call in zip(loop, ours, strict=True))
-            print(f"{size:<10}{row}", flush=True)
+            row = "".join(f"{alone:>17.1f}{call:>10.1f}" for alone, call in zip(loop, ours, strict=False))
+            print(f"{size:<10}{row}{ours[-1]:>11.1f}", flush=True)
     if ringreduce.rank() == 0 and arguments.output_file:
         arguments.output_file.write_text(json.dumps({"ratios": found}, indent=1) + "\n", encoding="utf-8")
     ringreduce.shutdown()

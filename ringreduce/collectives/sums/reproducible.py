@@ -240,11 +240,13 @@ def _make_plain_sum_canonical(target: Operand) -> None:
 
 
 def _make_canonical(values: Array) -> None:
-    """Make zeros positive, and all NaNs the same."""
-    np.add(values, 0, out=values)
-    nans = np.isnan(values)
-    if nans.any():
-        values[nans] = np.nan
+    """Make zeros positive, and all NaNs the same. Stores nothing otherwise: other ranks may store there next time."""
+    bits = values.view(f"i{values.itemsize}")
+    least = np.iinfo(bits.dtype).min
+    if bits.min(initial=0) == least:
+        values[bits == least] = 0
+    if np.isnan(values.max(initial=0)):
+        values[np.isnan(values)] = np.nan
 
 
 # ---- floats to words ----
