@@ -5,8 +5,8 @@
 
 The loop has no signatures, checks or time limits. Each rank sums one block of all arrays, in pieces that fit in its
 cache, and copies the sums to the other ranks' results. It sets a flag before and after that, and waits for the flags
-of the others. Where ringreduce takes as long, only another algorithm would be quicker. Beside them are exact sums, which
-the loop cannot make, of normally distributed numbers into another array.
+of the others. Where ringreduce takes as long, only another algorithm would be quicker. Beside them are exact sums,
+which the loop cannot make, of normally distributed numbers into another array.
 
 Arrays are float32 in memory that the ranks share, which are on one node. Times are medians of the slowest rank.
 """

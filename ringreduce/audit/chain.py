@@ -186,8 +186,8 @@ class ChainedFile:
         """Append lines.
 
         Args:
-            entries: their entries, but for those of the chain; of several that say the same, one is appended.
-            new_in: append only what no other line of this world says; None: whatever these say.
+            entries: their entries, but for those of the chain.
+            new_in: append only what no other line of this world says; None: all.
 
         Raises:
             OSError: the file cannot be written or locked, is a link or no file, belongs to another user or others may
@@ -201,8 +201,9 @@ class ChainedFile:
                 if not recorded:
                     raise FileNotFoundError("the record of rank 0 is not there")
             for entry in entries:
-                if _fact_text(entry) not in recorded:
+                if not recorded or _fact_text(entry) not in recorded:
                     _append(file, entry, self.key)
+                if recorded:
                     recorded.add(_fact_text(entry))
 
     @contextmanager
