@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 #: What compiled code needs of the process.
 PYTHON_SYMBOLS = ("PyLong_AsLongLong", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread")
-SYSTEM_SYMBOLS = ("sched_yield", "memcpy", "memset")
+SYSTEM_SYMBOLS = ("sched_yield", "clock_gettime", "memcpy", "memset")
 
 
 class Kernel(NamedTuple):

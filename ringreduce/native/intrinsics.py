@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 _BYTE = ir.IntType(8)
 _WORD = ir.IntType(64)
+_MONOTONIC = 1  # of Linux
 
 
 @intrinsic
@@ -86,6 +87,47 @@ def copy(typing: Any, target: Any, source: Any, nbytes: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def nanoseconds(typing: Any) -> Any:
+    """Call ``clock_gettime`` for a clock that does not go back."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        time = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), time.type])
+        read = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(read, [ir.IntType(32)(_MONOTONIC), time])
+        seconds, rest = (builder.extract_value(builder.load(time), index) for index in (0, 1))
+        return builder.add(builder.mul(seconds, _WORD(10**9)), rest)
+
+    return types.int64(), generate
+
+
+@intrinsic
+def stream_line(typing: Any, target: Any, source: Any) -> Any:
+    """Copy 64 bytes to where a line begins, past the caches: stores whose lines other cores need not give up first."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, of = (builder.inttoptr(each, ir.VectorType(_WORD, 8).as_pointer()) for each in arguments)
+        store = builder.store(builder.load(of, align=1), to, align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+@intrinsic
+def end_streams(typing: Any) -> Any:
+    """Let what was stored past the caches be seen before what is stored after this."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if "x86" in (builder.module.triple or ""):  # Elsewhere these stores are in order with a release.
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), kind), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
 
 
 def pointer_to(element: Any) -> Any:

@@ -40,8 +40,10 @@ BASES = 17
 #: How many numbers this rank publishes from `SIGNATURE` on, and these.
 PUBLISHES = 22
 PUBLISHED = 23
+#: How many copies for other ranks are still to go past the caches.
+FAR = 30
 #: The first of the addresses, and the program.
-FIELDS = 30
+FIELDS = 31
 
 #: So many bits of an address are bytes, and what is added to it for another base than 0: the source of the call, its
 #: target, the mailbox whose turn it is, the entry line whose turn it is.

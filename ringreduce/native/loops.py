@@ -15,12 +15,15 @@ from ringreduce.native import layout
 from ringreduce.native.intrinsics import (
     call,
     copy,
+    end_streams,
     fence,
     give_core_away,
     load_acquire,
+    nanoseconds,
     pause,
     pointer_to,
     store_release,
+    stream_line,
 )
 
 _numbers = pointer_to(types.int64)
@@ -29,6 +32,12 @@ compiled = partial(njit, nogil=True, error_model="numpy", no_cpython_wrapper=Tru
 _WORD = 8
 #: After so many bytes a call returns, so that signals are heard: a millisecond at most.
 _MOST_NBYTES = 2 << 20
+#: From so many bytes on a copy is timed, which takes 50 ns.
+_TIMED_NBYTES = 8 << 10
+#: A copy that is slower has taken lines from a core that does not share a cache with this one.
+_NEAR_BYTES_PER_NS = 5
+#: So many copies then go past the caches, before one is timed again.
+_FAR_COPIES = 100
 
 
 @njit
@@ -66,6 +75,37 @@ def all_there(plan, line, number, patient):
                 pause()
             tries += 1
     return True
+
+
+@njit
+def copy_past_caches(target, source, nbytes):
+    """Copy bytes without taking lines away from another core's cache."""
+    head = min(nbytes, -target & (layout.LINE_NBYTES - 1))
+    copy(target, source, head)
+    lines = (nbytes - head) // layout.LINE_NBYTES
+    for line in range(lines):
+        stream_line(target + head + line * layout.LINE_NBYTES, source + head + line * layout.LINE_NBYTES)
+    done = head + lines * layout.LINE_NBYTES
+    copy(target + done, source + done, nbytes - done)
+    end_streams()
+
+
+@njit
+def copy_for_others(plan, target, source, nbytes):
+    """Copy bytes to where other cores read.
+
+    They still hold the lines that they have read there. Where cores share a cache, they give lines up soon, and have
+    the new ones soon. Where they do not, that takes several times longer than a copy past the caches, which the
+    others get from memory. Which of both is so may change: a virtual machine's cores move.
+    """
+    if plan[layout.FAR] > 0:
+        plan[layout.FAR] -= 1
+        copy_past_caches(target, source, nbytes)
+        return
+    begin = nanoseconds()
+    copy(target, source, nbytes)
+    if (nanoseconds() - begin) * _NEAR_BYTES_PER_NS > nbytes:
+        plan[layout.FAR] = _FAR_COPIES
 
 
 @njit
@@ -172,7 +212,11 @@ def run(address, source, target, phase, patient):
     while nbytes < _MOST_NBYTES:
         kind = plan[at]
         if kind == layout.COPY:
-            copy(place(plan, plan[at + 1]), place(plan, plan[at + 2]), plan[at + 3])
+            is_own = plan[at + 1] >> layout.ADDRESS_BITS == layout.FROM_TARGET >> layout.ADDRESS_BITS
+            if plan[at + 3] >= _TIMED_NBYTES and not is_own:
+                copy_for_others(plan, place(plan, plan[at + 1]), place(plan, plan[at + 2]), plan[at + 3])
+            else:
+                copy(place(plan, plan[at + 1]), place(plan, plan[at + 2]), plan[at + 3])
             nbytes += plan[at + 3]
             at += 4
         elif kind == layout.REDUCE:

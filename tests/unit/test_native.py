@@ -139,15 +139,28 @@ def moved(comm: rr.Communicator, count: int) -> list[bytes]:
     return [b"" if each is None else np.ascontiguousarray(each).tobytes() for each in results]
 
 
+@pytest.fixture(params=[False, True], ids=["near", "far"])
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies for other ranks as where cores share a cache; or all of them past the caches, as where they do not."""
+    make = compiled._PlanMemory.__init__
+
+    def make_far(self: Any, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self._memory[layout.FAR] = 1 << 40
+
+    if request.param:
+        monkeypatch.setattr(compiled._PlanMemory, "__init__", make_far)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 77, 5001, 30_011])
-def test_all_collectives_have_the_bits_of_numpys_path(size: int, count: int) -> None:
+def test_all_collectives_have_the_bits_of_numpys_path(cores: None, size: int, count: int) -> None:
     """Calls that come again, and calls to which ranks then bring other rows."""
     expected = run_ranks(size, lambda comm: moved(comm, count), config=NUMPY)
     assert run_ranks(size, lambda comm: moved(comm, count), config=COMPILED) == expected
 
 
-def test_a_result_may_overlap_the_input() -> None:
+def test_a_result_may_overlap_the_input(cores: None) -> None:
     """As NumPy copies: the root's own part is moved within one array."""
 
     def body(comm: rr.Communicator) -> list[bytes]:
@@ -396,10 +409,16 @@ def test_threads_change_no_bit(count: int, op: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("triple", "flags"),
-    [("aarch64-unknown-linux-gnu", ["ldar", "stlr", "dmb", "isb"]), ("x86_64-unknown-linux-gnu", ["pause"])],
+    [
+        ("aarch64-unknown-linux-gnu", ["ldar", "stlr", "dmb", "isb", "stnp"]),
+        ("x86_64-unknown-linux-gnu", ["pause", "movnt", "sfence"]),
+    ],
 )
 def test_flags_are_ordered_on_all_processors(triple: str, flags: list[str]) -> None:
-    """LLVM's assembly loads flags with acquire and stores them with release; a poll waits some cycles."""
+    """LLVM's assembly loads flags with acquire and stores them with release; a poll waits some cycles.
+
+    Stores past the caches come before the next flag: by a fence on x86, elsewhere by the release itself.
+    """
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
@@ -415,6 +434,8 @@ def test_flags_are_ordered_on_all_processors(triple: str, flags: list[str]) -> N
         _, generate = intrinsic._defn(None, *arguments)
         return generate(Numba, builder, None, arguments)
 
+    add(intrinsics.stream_line, *function.args)
+    add(intrinsics.end_streams)
     add(intrinsics.store_release, function.args[0], function.args[1])
     add(intrinsics.pause)
     found = add(intrinsics.load_acquire, function.args[0])

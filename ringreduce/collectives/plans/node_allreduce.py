@@ -44,7 +44,7 @@ from ringreduce.transport.shared.compiled import (
 #: barrier, for which a rank waits long where others compute.
 _STAGED_NBYTES = 256 << 10
 _HALF_STAGED_NBYTES = 64 << 10
-_COMPILED_STAGED_NBYTES = 1 << 20
+_COMPILED_STAGED_NBYTES = 4 << 20
 #: Slices that ranks reduce begin at multiples of so many elements.
 _ALIGNED = 16
 #: Up to this size a pair's arrays are mailed whole, by compiled loops.
@@ -277,11 +277,11 @@ class StagedTwoShot(_ThroughBoard):
                     stage.append(copying(boxes[me][given + first : given + last], source[start + first : start + last]))
                     fetch.append(copying(target[start + first : start + last], box[made + first : made + last]))
             stages.append(stage)
-            result = boxes[me][made + low : made + high]
+            result = target[start + low : start + high]
             reduces: list[Call] = []
             if low < high:
                 reduces = [partial(self._kernels.combine(terms), result)]
-                reduces.append(copying(target[start + low : start + high], result))
+                reduces.append(copying(boxes[me][made + low : made + high], result))
             rounds.append((reduces, fetch))
         return Staged(self._board, self._instruments, self._signature.text, stages=stages, rounds=rounds)
 
