@@ -91,21 +91,25 @@ def copy_past_caches(target, source, nbytes):
 
 
 @njit
-def copy_for_others(plan, target, source, nbytes):
-    """Copy bytes to where other cores read.
+def copy_block(plan, word, source, nbytes):
+    """Copy bytes to the address in an instruction.
 
-    They still hold the lines that they have read there. Where cores share a cache, they give lines up soon, and have
-    the new ones soon. Where they do not, that takes several times longer than a copy past the caches, which the
-    others get from memory. Which of both is so may change: a virtual machine's cores move.
+    If that is not in this rank's own result, other cores read there, and still hold the lines that they have read.
+    Where cores share a cache, they give lines up soon, and have the new ones soon. Where they do not, that takes
+    several times longer than a copy past the caches, which the others get from memory. Which of both is so may change:
+    a virtual machine's cores move.
     """
-    if plan[layout.FAR] > 0:
+    target = place(plan, word)
+    if nbytes < _TIMED_NBYTES or word >> layout.ADDRESS_BITS == layout.FROM_TARGET >> layout.ADDRESS_BITS:
+        copy(target, source, nbytes)
+    elif plan[layout.FAR] > 0:
         plan[layout.FAR] -= 1
         copy_past_caches(target, source, nbytes)
-        return
-    begin = nanoseconds()
-    copy(target, source, nbytes)
-    if (nanoseconds() - begin) * _NEAR_BYTES_PER_NS > nbytes:
-        plan[layout.FAR] = _FAR_COPIES
+    else:
+        begin = nanoseconds()
+        copy(target, source, nbytes)
+        if (nanoseconds() - begin) * _NEAR_BYTES_PER_NS > nbytes:
+            plan[layout.FAR] = _FAR_COPIES
 
 
 @njit
@@ -212,11 +216,7 @@ def run(address, source, target, phase, patient):
     while nbytes < _MOST_NBYTES:
         kind = plan[at]
         if kind == layout.COPY:
-            is_own = plan[at + 1] >> layout.ADDRESS_BITS == layout.FROM_TARGET >> layout.ADDRESS_BITS
-            if plan[at + 3] >= _TIMED_NBYTES and not is_own:
-                copy_for_others(plan, place(plan, plan[at + 1]), place(plan, plan[at + 2]), plan[at + 3])
-            else:
-                copy(place(plan, plan[at + 1]), place(plan, plan[at + 2]), plan[at + 3])
+            copy_block(plan, plan[at + 1], place(plan, plan[at + 2]), plan[at + 3])
             nbytes += plan[at + 3]
             at += 4
         elif kind == layout.REDUCE:

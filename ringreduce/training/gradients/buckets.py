@@ -286,8 +286,8 @@ class PlacedBuckets:
             self._placed -= {id(slot.parameter) for slot in bucket.slots}
             bucket.retire()
             self._buckets.remove(bucket)
-        dense = [each for each, state in zip(parameters, found, strict=True) if state == Found.DENSE]
-        changed += self._place([each for each in dense if id(each) not in self._placed])
+        states = zip(parameters, found, strict=True)
+        changed += self._place([each for each, it in states if it == Found.DENSE and id(each) not in self._placed])
         if changed:
             self.number(parameters)
             self.layout = zlib.crc32(repr([bucket.numbers for bucket in self._buckets]).encode())
