@@ -18,8 +18,8 @@ distributed values take one word in the types up to 32 bits and two in float64: 
 for float32 and float64, 4 times for 16-bit floats. The extremes at four ranks are 5 words for float32, 36 for float64.
 
 Time: on four nodes with links of 1 Gbit/s 2.0 to 2.5 times that of a plain allreduce (float32, 16 MiB). Within a node
-computing decides: at two ranks 4 ns per element for float32, 9 for float16, 15 for float64, against 0.3 to 1 for a
-plain allreduce. To add a term to an accumulator takes 4 to 6 ns per element.
+computing decides: at three and four ranks 7 to 8 ns per element of float32, at two 0.3, against 0.1 to 0.3 for a plain
+allreduce. To add a term to an accumulator takes 4 to 6 ns per element.
 
 Special cases: a NaN or infinities of both signs among the terms give NaN (always the same one), other infinities
 themselves. A sum of zero is +0.0, of negative zeros too. Only a sum that is too large overflows, to infinity: partial
