@@ -53,7 +53,8 @@ FROM_TARGET = 2 << ADDRESS_BITS
 FROM_MAILBOX = 3 << ADDRESS_BITS
 FROM_LINE = 4 << ADDRESS_BITS
 
-#: The instructions. The end of a program;
+#: The instructions: eight. With a ninth, LLVM made a jump table, which led astray once the object file was loaded.
+#: The end of a program;
 END = 0
 #: a copy: target, source, bytes;
 COPY = 1
